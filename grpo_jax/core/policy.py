@@ -1,0 +1,80 @@
+"""A model is a NamedTuple of pure functions.
+
+Symbols: `B` rows, `T` tokens a row, `V` vocabulary, `D` width, `N` slots of a decoder, `S` cache length.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+Params = Any  # any pytree of arrays
+Head = Any  # the part of `Params` that turns hidden states into logits: any pytree of arrays
+Cache = Any  # a decoder's own pytree
+
+HiddenFn = Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(params, tokens i32[B, T], positions i32[B, T], segment_ids i32[B, T]) -> hidden [B, T, D].
+
+Causal inside a segment; tokens of different segments never see each other; segment 0 is padding.
+"""
+
+HeadFn = Callable[[Params], Head]
+"""params -> the sub-tree that `unembed` needs (for tied embeddings: the embedding table)."""
+
+UnembedFn = Callable[[Head, jax.Array], jax.Array]
+"""(head, hidden [..., D]) -> logits f32[..., V], before temperature, after any soft cap."""
+
+
+class Policy(NamedTuple):
+    """A language model, as three pure functions.
+
+    The head is a function of its own, so that the chunked log-probabilities can differentiate a
+    chunk of logits with respect to the head alone, and never touch the rest of the parameters.
+    """
+
+    hidden: HiddenFn
+    head: HeadFn
+    unembed: UnembedFn
+
+
+class Decoder(NamedTuple):
+    """Cached decoding for one model, as pure functions over a slot-indexed cache.
+
+    Attributes:
+      init_cache: (slots: int, length: int) -> cache holding `length` positions for each of `slots` rows.
+      prefill: (params, tokens i32[N, P] right-padded, lengths i32[N], cache) -> (logits f32[N, V] of
+        each row's last real token, cache with positions [0, lengths) filled). P <= cache length.
+      step: (params, tokens i32[N], positions i32[N], cache) -> (logits f32[N, V], cache). Each row's
+        token is written at its own position and sees positions <= its own.
+      repeat: (cache, times: int) -> cache in which every row stands `times` times, interleaved
+        (row i becomes rows i*times .. i*times+times-1); shares one prefill among a group.
+      prepare: params -> the layout that `prefill` and `step` want (casts, transposes); called once
+        per weight version, inside jit.
+    """
+
+    init_cache: Callable[[int, int], Cache]
+    prefill: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+    step: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+    repeat: Callable[[Cache, int], Cache]
+    prepare: Callable[[Params], Params]
+
+
+ApplyFn = Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(params, tokens i32[B, T], positions i32[B, T], segment_ids i32[B, T]) -> logits [B, T, V]."""
+
+
+def policy_from_apply(apply_fn: ApplyFn) -> Policy:
+    """Put any function that returns whole logits behind the same door.
+
+    The "hidden state" of such a policy is its logits, so `[B, T, V]` does exist.
+    """
+
+    def head(params: Params) -> Head:
+        del params  # the logits are already there
+        return ()
+
+    def unembed(head: Head, hidden: jax.Array) -> jax.Array:
+        del head  # empty
+        return hidden.astype("float32")
+
+    return Policy(hidden=apply_fn, head=head, unembed=unembed)

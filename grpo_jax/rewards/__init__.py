@@ -1,0 +1,1 @@
+"""Verifiers and shaping: from a completion to a number."""

@@ -1,0 +1,1 @@
+"""Compiled sampling on a key-value cache."""

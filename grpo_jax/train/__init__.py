@@ -1,0 +1,1 @@
+"""The train step, its state, checkpoints and the loop."""
