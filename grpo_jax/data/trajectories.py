@@ -1,0 +1,229 @@
+"""Sampled rows become token-aligned batches of static shape, with their counts.
+
+Everything here is vectorised numpy on the host. Which tokens are trained is decided by lengths and
+spans alone, so padding that equals an end token changes nothing.
+
+Symbols: `N` rows, `W` width of the sampled rows, `T` width of the batch, `R` rows of a micro-batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.core.batch import Batch, Counts
+
+STOP, LENGTH, OTHER = "stop", "length", "other"
+
+
+class Rows(NamedTuple):
+    """Rectangular rows of `prompt, completion, padding`, as a sampler returns them."""
+
+    tokens: np.ndarray  # i32[N, W]
+    prompt_lengths: np.ndarray  # i32[N]
+    completion_lengths: np.ndarray  # i32[N]
+    logprobs: np.ndarray  # f32[N, W] nats, token-aligned
+
+
+def collate(
+    tokens: np.ndarray,
+    prompt_lengths: np.ndarray,
+    completion_lengths: np.ndarray,
+    logprobs: np.ndarray,
+    *,
+    advantages: np.ndarray,
+    sample_weights: np.ndarray | None = None,
+    rewards: np.ndarray | None = None,
+    trained: np.ndarray | None = None,
+    length_multiple: int = 1,
+    length: int | None = None,
+) -> Batch:
+    """Lay sampled rows out as a token-aligned batch, one sequence a row.
+
+        token_mask[n, t] = prompt[n] ≤ t < prompt[n] + completion[n],  t ≥ 1,  trained[n, t]
+
+    Args:
+        tokens: i32[N, W], prompt then completion then anything.
+        prompt_lengths, completion_lengths: i32[N], tokens.
+        logprobs: f32[N, W], nats; read at trained tokens only.
+        advantages: f32[N] or f32[N, W].
+        sample_weights: f32[N], 0 = excluded; all ones when left out.
+        rewards: f32[N], kept for losses that look at them.
+        trained: bool[N, W], False on tokens inside the completion that the policy did not write
+            (tool output, other speakers); everything is the policy's own when left out.
+        length_multiple: `T` is rounded up to a multiple of this.
+        length: fixes `T`, so that every batch of a run has one shape.
+
+    Raises:
+        ValueError: rows longer than the arrays, or than `length`.
+    """
+    tokens, logprobs = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)
+    prompt_lengths = np.asarray(prompt_lengths, np.int32)
+    ends = prompt_lengths + np.asarray(completion_lengths, np.int32)
+    rows, width = tokens.shape
+    longest = int(ends.max(initial=0))
+    if longest > width:
+        raise ValueError(
+            f"a row claims {longest} tokens but the arrays are {width} wide; lengths must count "
+            "the tokens that are there"
+        )
+    target = padded_length(longest, length_multiple) if length is None else length
+    if longest > target:
+        raise ValueError(f"a row of {longest} tokens does not fit length={target}; raise length")
+    columns = np.arange(target, dtype=np.int32)[None, :]
+    inside = columns < ends[:, None]
+    token_mask = inside & (columns >= np.maximum(prompt_lengths, 1)[:, None])
+    if trained is not None:
+        token_mask &= fit_width(np.asarray(trained, bool), target)
+    weights = np.ones(rows) if sample_weights is None else np.asarray(sample_weights)
+    return Batch(
+        tokens=_numpy(np.where(inside, fit_width(tokens, target), 0)),
+        segment_ids=_numpy(inside.astype(np.int32)),
+        positions=_numpy(np.where(inside, columns, 0).astype(np.int32)),
+        token_mask=_numpy(token_mask),
+        sample_weights=_numpy(_over_tokens(weights, inside)),
+        advantages=_numpy(_over_tokens(np.asarray(advantages), token_mask)),
+        generation_logprobs=_numpy(
+            np.where(token_mask, fit_width(logprobs, target), np.float32(0))
+        ),
+        rewards=None if rewards is None else _numpy(_over_tokens(np.asarray(rewards), inside)),
+    )
+
+
+def count(batch: Batch) -> Counts:
+    """Count what the loss divides by, over a whole global batch.
+
+        tokens    = Σ token_mask · sample_weights
+        sequences = Σ over sequences of sample_weights
+        positives = Σ token_mask · sample_weights over sequences with reward > 0
+
+    Summed in float64 and rounded once to float32, so no count is lost above 2²⁴ tokens.
+    """
+    mask, weights = np.asarray(batch.token_mask), np.asarray(batch.sample_weights, np.float64)
+    first = (np.asarray(batch.segment_ids) > 0) & (np.asarray(batch.positions) == 0)
+    positives = None
+    if batch.rewards is not None:
+        positives = np.float32(weights[mask & (np.asarray(batch.rewards) > 0)].sum())
+    return Counts(
+        tokens=_numpy(np.float32(weights[mask].sum())),
+        sequences=_numpy(np.float32(weights[first].sum())),
+        positives=_numpy(positives),
+    )
+
+
+def sum_counts(counts: Sequence[Counts]) -> Counts:
+    """Add the counts of several batches, or of several processes, into those of the whole."""
+
+    def add(*parts: Any) -> Any:
+        return np.float32(np.sum(np.asarray(parts, np.float64)))
+
+    return jax.tree.map(add, *counts)
+
+
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """Append all-padding rows until the batch has `rows` of them; they carry no weight anywhere."""
+    missing = rows - batch.tokens.shape[0]
+    if missing < 0:
+        raise ValueError(f"the batch has {batch.tokens.shape[0]} rows, more than rows={rows}")
+    return jax.tree.map(lambda x: np.pad(np.asarray(x), ((0, missing), (0, 0))), batch)
+
+
+def split_rows(batch: Batch, rows: int) -> list[Batch]:
+    """Cut a batch into consecutive ones of exactly `rows` rows, the last filled with padding rows.
+
+    Used once for optimizer steps and once more for micro-batches. Order is kept, nothing is
+    dropped, and every part has the same shape, so one compiled program serves them all.
+    """
+    if rows < 1:
+        raise ValueError(f"rows={rows} is not positive; use at least 1 row a part")
+    total = batch.tokens.shape[0]
+    parts = -(-total // rows)
+    whole = pad_rows(batch, parts * rows)
+    return [take_rows(whole, slice(i * rows, (i + 1) * rows)) for i in range(parts)]
+
+
+def stack_micro_batches(batch: Batch, rows: int) -> Batch:
+    """Reshape a batch to `[M, R, T]` micro-batches of `rows` rows, filled with padding rows."""
+    parts = split_rows(batch, rows)
+    return jax.tree.map(lambda *x: np.stack(x), *parts)
+
+
+def take_rows(batch: Batch, rows: slice | np.ndarray) -> Batch:
+    """Select rows of every array of a batch."""
+    return jax.tree.map(lambda x: np.asarray(x)[rows], batch)
+
+
+def cut_completions(
+    completions: Sequence[Sequence[int]], limit: int, stop_ids: Sequence[int]
+) -> tuple[list[np.ndarray], list[str]]:
+    """Cut raw completions through their first stop token, or at the limit, and say which it was.
+
+    The reason is decided before anything is cut: "stop" when a stop token lies within the limit (it
+    stays in the completion and is trained), "length" when the limit was reached without one, and
+    "other" when the engine ended early by itself.
+    """
+    rows, reasons = [], []
+    for completion in completions:
+        ids = np.asarray(completion, np.int32)
+        hits = np.flatnonzero(np.isin(ids[:limit], np.asarray(stop_ids)))
+        if hits.size:
+            rows.append(ids[: hits[0] + 1])
+            reasons.append(STOP)
+        else:
+            rows.append(ids[:limit])
+            reasons.append(LENGTH if len(ids) >= limit else OTHER)
+    return rows, reasons
+
+
+def assemble(
+    prompts: Sequence[np.ndarray],
+    completions: Sequence[np.ndarray],
+    logprobs: Sequence[np.ndarray],
+    *,
+    pad_id: int,
+    length_multiple: int = 1,
+) -> Rows:
+    """Join ragged prompts, completions and their log-probabilities into rectangular rows."""
+    prompt_lengths = np.array([len(p) for p in prompts], np.int32)
+    completion_lengths = np.array([len(c) for c in completions], np.int32)
+    for i, (completion, scores) in enumerate(zip(completions, logprobs, strict=True)):
+        if len(scores) != len(completion):
+            raise ValueError(
+                f"row {i} has {len(completion)} completion tokens but {len(scores)} "
+                "log-probabilities; the engine must report one for each sampled token"
+            )
+    longest = int((prompt_lengths + completion_lengths).max(initial=0))
+    tokens = np.full((len(prompts), padded_length(longest, length_multiple)), pad_id, np.int32)
+    aligned = np.zeros(tokens.shape, np.float32)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        start, end = prompt_lengths[i], prompt_lengths[i] + completion_lengths[i]
+        tokens[i, :start], tokens[i, start:end] = prompt, completion
+        aligned[i, start:end] = logprobs[i]
+    return Rows(tokens, prompt_lengths, completion_lengths, aligned)
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """Round a length up to a multiple, and at least to one multiple."""
+    if multiple < 1:
+        raise ValueError(f"length_multiple={multiple} is not positive; use 1 for no rounding")
+    return max(-(-length // multiple), 1) * multiple
+
+
+def fit_width(array: np.ndarray, width: int) -> np.ndarray:
+    """Cut or zero-pad the last axis to `width`."""
+    if array.shape[1] >= width:
+        return array[:, :width]
+    return np.pad(array, ((0, 0), (0, width - array.shape[1])))
+
+
+def _over_tokens(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Spread f[N] (or f[N, W]) over the tokens of `mask`, zero elsewhere, as f32[N, T]."""
+    values = values.astype(np.float32)
+    spread = values[:, None] if values.ndim == 1 else fit_width(values, mask.shape[1])
+    return np.where(mask, spread, np.float32(0))
+
+
+def _numpy(array: Any) -> Any:
+    """Tell the type checker that a host array may stand where a device array is declared."""
+    return array
