@@ -1,0 +1,164 @@
+"""Where each array lives: rules on parameter paths, as data.
+
+A rule is a regular expression on the path of a parameter (`layers/mlp/up/weight`) and a tuple that
+names a mesh axis for each of the parameter's last dimensions. Because it speaks of the last
+dimensions, one rule fits a layer and a stack of layers `[L, ...]`. The first rule that matches
+decides. What no rule matches is split over `fsdp` along its largest dimension that divides.
+
+    ("mlp/up", ("tensor", "fsdp"))     # [..., F, D]: F over tensor, D over fsdp
+    ("bias", None)                     # every device holds all of it
+"""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax.scale import mesh as meshes
+
+Axis = str | tuple[str, ...] | None
+Spec = tuple[Axis, ...] | None
+Rules = Sequence[tuple[str, Spec]]
+Say = Callable[[str], Any]
+
+LLAMA_RULES: Rules = (
+    (r"(norm|bias)", None),
+    (r"embed/table$", ("tensor", "fsdp")),  # [V, D]
+    (r"head/weight$", ("tensor", "fsdp")),  # [V, D]
+    (r"(query|key|value|gate|up)/weight$", ("tensor", "fsdp")),  # [out, D]
+    (r"(attention/output|mlp/down)/weight$", ("fsdp", "tensor")),  # [D, in]
+)
+
+
+def path_name(path: Any) -> str:
+    """Spell a tree path as `layers/mlp/up/weight`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def partition(tree: Any, mesh: Mesh, rules: Rules = LLAMA_RULES, *, say: Say | None = None) -> Any:
+    """Give every array of a tree its sharding.
+
+    Args:
+      tree: arrays, or `jax.ShapeDtypeStruct`s.
+      mesh: the devices.
+      rules: the first whose expression is found in a parameter's path decides.
+      say: called once, with one line, where a rule asks for a split that does not divide; such a
+        dimension stays whole on every device. Default: a warning of this module's logger.
+
+    Returns:
+      A tree of `NamedSharding` of the same structure.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh lacks, puts two dimensions on one axis, or has
+        more dimensions than the parameter.
+    """
+    kept_whole: list[str] = []
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        name = path_name(path)
+        for pattern, spec in rules:
+            if re.search(pattern, name):
+                full = _full_spec(spec, leaf.ndim, mesh, f"rule {pattern!r} for {name}")
+                return NamedSharding(mesh, _dividing(full, leaf.shape, mesh, name, kept_whole))
+        return NamedSharding(mesh, largest_dimension(leaf.shape, mesh))
+
+    shardings = jax.tree_util.tree_map_with_path(one, tree)
+    if kept_whole:
+        (say or logging.getLogger(__name__).warning)(
+            "kept whole on every device, because the split does not divide: "
+            + "; ".join(kept_whole)
+        )
+    return shardings
+
+
+def _full_spec(spec: Spec, ndim: int, mesh: Mesh, where: str) -> tuple[Axis, ...]:
+    """Check a rule against the mesh, and pad it on the left to all dimensions."""
+    spec = spec or ()
+    if len(spec) > ndim:
+        raise ValueError(
+            f"{where}: {len(spec)} axes {spec} for {ndim} dimensions; shorten the rule"
+        )
+    names = [name for axis in spec for name in _names(axis)]
+    for name in names:
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{where}: unknown mesh axis {name!r}; the mesh has {', '.join(mesh.shape)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{where}: mesh axis {name!r} stands twice in {spec}; an array can be split over it "
+                "along one dimension only"
+            )
+    return (None,) * (ndim - len(spec)) + tuple(spec)
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+
+
+def _dividing(
+    spec: tuple[Axis, ...], shape: tuple[int, ...], mesh: Mesh, name: str, kept_whole: list[str]
+) -> PartitionSpec:
+    """Drop the axes that do not divide their dimension, noting each."""
+    axes: list[Axis] = []
+    for dimension, (axis, size) in enumerate(zip(spec, shape, strict=True)):
+        parts = 1
+        for part in _names(axis):
+            parts *= mesh.shape[part]
+        if size % parts:
+            kept_whole.append(f"{name} dimension {dimension} of {size} over {axis} = {parts}")
+            axis = None
+        axes.append(axis)
+    return PartitionSpec(*axes)
+
+
+def largest_dimension(shape: tuple[int, ...], mesh: Mesh, axis: str = "fsdp") -> PartitionSpec:
+    """Split the largest dimension that divides over `axis`; vectors and scalars stay whole."""
+    parts = mesh.shape.get(axis, 1)
+    dividing = [i for i, size in enumerate(shape) if size % parts == 0 and size >= parts]
+    if len(shape) < 2 or parts == 1 or not dividing:
+        return PartitionSpec()
+    best = max(dividing, key=lambda i: shape[i])
+    return PartitionSpec(*(axis if i == best else None for i in range(len(shape))))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds all of it."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over `data` and `fsdp`; tokens of a row stay together."""
+    rows = tuple(name for name in meshes.ROW_AXES if name in mesh.shape)
+    return NamedSharding(mesh, PartitionSpec(rows))
+
+
+def check_rows(rows: int, mesh: Mesh | None, micro_batches: int = 1) -> None:
+    """Refuse a number of rows that does not split evenly.
+
+    Raises:
+      ValueError: the rows do not divide by micro-batches × row shards.
+    """
+    shards = 1 if mesh is None else meshes.row_shards(mesh)
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches = {micro_batches} must be at least 1")
+    unit = micro_batches * shards
+    if rows % unit or rows == 0:
+        raise ValueError(
+            f"batch of {rows} rows does not divide over {micro_batches} micro-batches × "
+            f"data×fsdp = {shards}; use a multiple of {unit}"
+        )
+
+
+def place(batch: Any, mesh: Mesh) -> Any:
+    """Put a tree of host arrays [B, ...] on the mesh, rows split.
+
+    Raises:
+      ValueError: the rows do not divide over the mesh.
+    """
+    leaves = jax.tree.leaves(batch)
+    check_rows(leaves[0].shape[0], mesh)
+    return jax.device_put(batch, batch_sharding(mesh))
