@@ -1,0 +1,300 @@
+"""Temperature, top-k, top-p and min-p: one implementation, shared by the sampler and the trainer.
+
+The order is the reference's: temperature, then top-k, then top-p on what top-k left, then min-p.
+Everything runs in float32, or in float64 where the logits are float64.
+
+Whatever the filters, the tokens they keep are a prefix of one ranking: larger logit first, and
+smaller token id first among equal logits. So a kept set is two numbers a row, `Support(threshold,
+last_id)`, and no sorted copy of the vocabulary ever exists:
+
+    kept(v)  =  z_v > threshold  or  (z_v = threshold and v <= last_id)
+
+Ties. Top-k and min-p keep every token whose logit equals the cut. Top-p keeps, among the tokens
+whose logit equals the cut, those with the smallest ids, and just as many as it needs.
+
+Symbols: `V` vocabulary, `z` scaled logits, `...` any leading shape.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_TOP_K_CALL_LIMIT = 256  # up to here `lax.top_k` beats counting passes over the row
+_BLOCK = 256  # ids a block in the two-level search for a running sum
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterConfig:
+    """Which tokens may be drawn, and how sharply.
+
+    Attributes:
+      temperature: the logits are divided by it; 0 means greedy, and is legal in sampling only.
+      top_k: keep the k most likely tokens, and all that tie with the last; None, 0 and -1 are off,
+        more than the vocabulary keeps everything.
+      top_p: keep the smallest set of most likely tokens whose mass reaches p (fraction); None, 1
+        and more are off, 0 and less keep exactly one token.
+      min_p: keep the tokens at least this likely (fraction) compared with the most likely one; 0 is off.
+
+    Raises:
+      ValueError: a value is out of range, or is not a number.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self):
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"temperature={self.temperature} must be finite and not negative; "
+                "use 1.0 to sample from the model as it is, 0.0 for greedy decoding"
+            )
+        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k != int(self.top_k)):
+            raise ValueError(f"top_k={self.top_k} must be a whole number of tokens, or None for off")
+        if self.top_k is not None and self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k} must be positive; None, 0 and -1 turn it off")
+        if self.top_p is not None and math.isnan(self.top_p):
+            raise ValueError("top_p=nan must be a fraction of probability mass; 1.0 turns it off")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p={self.min_p} must lie between 0.0 (off) and 1.0")
+
+    @property
+    def uses_top_k(self) -> bool:
+        """Say whether top-k is on."""
+        return self.top_k is not None and self.top_k > 0
+
+    @property
+    def uses_top_p(self) -> bool:
+        """Say whether top-p is on."""
+        return self.top_p is not None and self.top_p < 1.0
+
+    @property
+    def active(self) -> bool:
+        """Say whether any token can be left out; temperature alone does not count."""
+        return self.uses_top_k or self.uses_top_p or self.min_p > 0.0
+
+    @property
+    def greedy(self) -> bool:
+        """Say whether the most likely token is taken without drawing."""
+        return self.temperature == 0.0
+
+
+class Support(NamedTuple):
+    """The kept set of each row: a value, and the last id kept among the logits equal to it."""
+
+    threshold: jax.Array  # f32[...]
+    last_id: jax.Array  # i32[...]
+
+
+def check_trainable(config: FilterConfig) -> None:
+    """Refuse a filter whose log-probabilities cannot be trained on.
+
+    Raises:
+      ValueError: the temperature is 0.
+    """
+    if config.greedy:
+        raise ValueError(
+            "temperature=0.0 is greedy decoding: its distribution has no log-probabilities to train "
+            "on; use a temperature above 0.0 (1.0 is the usual choice)"
+        )
+
+
+def scale(logits: jax.Array, temperature: float) -> jax.Array:
+    """Divide logits by the temperature, in float32 or better; 0 leaves them as they are."""
+    z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return z if temperature in (0.0, 1.0) else z / temperature
+
+
+def support(z: jax.Array, config: FilterConfig) -> Support:
+    """Find the tokens that top-k, then top-p, then min-p keep.
+
+    Args:
+      z: f32[..., V] scaled logits; -inf entries are never kept.
+      config: the filters; the temperature is not read.
+
+    Returns:
+      The kept set of each row.
+    """
+    vocabulary = z.shape[-1]
+    peak = jnp.max(z, axis=-1)
+    found = Support(
+        threshold=jnp.full(peak.shape, -jnp.inf, z.dtype),
+        last_id=jnp.full(peak.shape, vocabulary - 1, jnp.int32),
+    )
+    largest = None
+    if config.uses_top_k and config.top_k is not None and config.top_k < vocabulary:
+        largest, kth = _k_largest(z, int(config.top_k))
+        found = found._replace(threshold=kth)
+    if config.uses_top_p and config.top_p is not None:
+        found = _top_p(z, peak, found, largest, float(config.top_p))
+    if config.min_p > 0.0:
+        # p_v >= min_p · p_max  ⇔  z_v >= z_max + log(min_p)
+        floor = peak + math.log(config.min_p)
+        raised = floor > found.threshold
+        found = Support(
+            threshold=jnp.where(raised, floor, found.threshold),
+            last_id=jnp.where(raised, vocabulary - 1, found.last_id),
+        )
+    return found
+
+
+def kept(z: jax.Array, found: Support) -> jax.Array:
+    """Spell a kept set out as bool[..., V]."""
+    threshold, last_id = found.threshold[..., None], found.last_id[..., None]
+    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+    inside = (z > threshold) | ((z == threshold) & (ids <= last_id))
+    return inside & (z > -jnp.inf)
+
+
+def apply_filters(logits: jax.Array, config: FilterConfig) -> jax.Array:
+    """Scale logits and set what the filters leave out to -inf.
+
+    Args:
+      logits: [..., V] in any float type.
+      config: temperature and filters.
+
+    Returns:
+      f32[..., V].
+    """
+    z = scale(logits, config.temperature)
+    if not config.active:
+        return z
+    return jnp.where(kept(z, support(z, config)), z, -jnp.inf)
+
+
+def invert_running_sum(weights: jax.Array, target: jax.Array) -> jax.Array:
+    """Find the first id at which the running sum of non-negative weights exceeds a target.
+
+    Two levels, so that a row of `V` weights costs one pass and two short scans: first the block of
+    ids, then the id within the block. The answer always has a positive weight, also where rounding
+    leaves the whole sum just below the target.
+
+    Args:
+      weights: f32[..., V], at least one positive in each row.
+      target: f32[...].
+
+    Returns:
+      i32[...] ids.
+    """
+    vocabulary = weights.shape[-1]
+    blocks = -(-vocabulary // _BLOCK)
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, blocks * _BLOCK - vocabulary)]
+    table = jnp.pad(weights, padding).reshape(*weights.shape[:-1], blocks, _BLOCK)
+    sums = jnp.sum(table, axis=-1)
+    block, before = _first_beyond(sums, target)
+    row = jnp.take_along_axis(table, block[..., None, None], axis=-2).squeeze(-2)
+    within, _ = _first_beyond(row, target - before)
+    return (block * _BLOCK + within).astype(jnp.int32)
+
+
+def argmax(z: jax.Array) -> jax.Array:
+    """Find the smallest id of the largest logit, i32[...]; a row with NaN gives an arbitrary id."""
+    # XLA's argmax reduces pairs, several times slower on CPU than a maximum and a search for it.
+    best = (z == jnp.max(z, axis=-1, keepdims=True)).astype(jnp.float32)
+    return jnp.minimum(invert_running_sum(best, jnp.zeros(z.shape[:-1])), z.shape[-1] - 1)
+
+
+def _first_beyond(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first index whose running sum exceeds the target, and the sum before it."""
+    running = jnp.cumsum(weights, axis=-1)
+    # `weights > 0` guards against running sums that rounding leaves not quite monotone.
+    beyond = (running > target[..., None]) & (weights > 0)
+    last_positive = weights.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1)
+    index = jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last_positive)
+    at = jnp.take_along_axis(running - weights, index[..., None], axis=-1).squeeze(-1)
+    return index, at
+
+
+def _k_largest(z: jax.Array, k: int) -> tuple[jax.Array | None, jax.Array]:
+    """Return the k largest values of each row in falling order (None for large k), and the k-th."""
+    if k > _TOP_K_CALL_LIMIT:
+        return None, _bisect(
+            lambda t: jnp.sum(z >= t[..., None], axis=-1) >= k,
+            failing=jnp.full(z.shape[:-1], jnp.inf, z.dtype),
+            holding=jnp.full(z.shape[:-1], -jnp.inf, z.dtype),
+        )
+    # Without the barrier, taking one value of `top_k` turns the call into a full sort.
+    values = jax.lax.optimization_barrier(jax.lax.top_k(z, k)[0])
+    return values, values[..., -1]
+
+
+def _top_p(
+    z: jax.Array, peak: jax.Array, found: Support, largest: jax.Array | None, p: float
+) -> Support:
+    """Narrow a kept set (without ties cut) to its most likely tokens of mass p.
+
+    A token stays while the mass ranked before it is below p, so the token that crosses p stays and
+    the first always does.
+    """
+    weight = jnp.where(z >= found.threshold[..., None], jnp.exp(z - peak[..., None]), 0.0)
+    goal = p * jnp.sum(weight, axis=-1)
+
+    def mass_above(threshold: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(z > threshold[..., None], weight, 0.0), axis=-1)
+
+    if largest is not None:
+        ranked = jnp.exp(largest - peak[..., None])
+        running = jnp.cumsum(ranked, axis=-1)
+        before = jnp.concatenate([jnp.zeros_like(running[..., :1]), running[..., :-1]], axis=-1)
+        stays = jnp.sum(before < goal[..., None], axis=-1)
+        cut = jnp.take_along_axis(largest, jnp.maximum(stays - 1, 0)[..., None], axis=-1).squeeze(-1)
+    else:
+        # Tokens of weight up to (1 - p)/V together hold at most 1 - p, so the cut lies above them.
+        floor = peak + (math.log(max(1.0 - p, 1e-30) / z.shape[-1]) - 0.5)
+        below = jnp.maximum(floor, jnp.nextafter(found.threshold, -jnp.inf))
+        cut = _bisect(lambda t: mass_above(t) < goal, failing=below, holding=peak)
+    return Support(cut, _last_tie(z, peak, cut, goal - mass_above(cut)))
+
+
+def _last_tie(z: jax.Array, peak: jax.Array, cut: jax.Array, missing: jax.Array) -> jax.Array:
+    """Return the last id to keep among the logits equal to the cut, smallest ids first."""
+    ties = (z == cut[..., None]).astype(z.dtype)
+    count = jnp.sum(ties, axis=-1)
+    wanted = jnp.clip(jnp.ceil(missing / jnp.exp(cut - peak)), 1.0, None)
+    everything = jnp.full(cut.shape, z.shape[-1] - 1, jnp.int32)
+
+    def search() -> jax.Array:
+        last = invert_running_sum(ties, jnp.minimum(wanted, count) - 0.5)
+        return jnp.where(wanted < count, last, everything)
+
+    return jax.lax.cond(jnp.any(wanted < count), search, lambda: everything)
+
+
+def _bisect(holds, failing: jax.Array, holding: jax.Array) -> jax.Array:
+    """Bisect the bit patterns of floats between two ends to the last value where a test holds.
+
+    `holds` is monotone between the ends. Every float between them is a candidate, so the answer is
+    exact: where the test counts or weighs entries of a row, it is an entry of that row.
+    """
+
+    def halve(ends):
+        near, far = ends
+        # The mean of two integers, rounded down, without overflow.
+        middle = (near & far) + ((near ^ far) >> 1)
+        good = holds(_from_order(middle, holding.dtype))
+        return jnp.where(good, middle, near), jnp.where(good, far, middle)
+
+    def unfinished(ends):
+        near, far = ends
+        # Integers next to each other, whichever is larger; equal ends are finished as well.
+        return jnp.any((near & far) + ((near ^ far) >> 1) != jnp.minimum(near, far))
+
+    near, _ = jax.lax.while_loop(unfinished, halve, (_to_order(holding), _to_order(failing)))
+    return _from_order(near, holding.dtype)
+
+
+def _to_order(x: jax.Array) -> jax.Array:
+    """Map floats to integers that sort in the same order."""
+    integer = jnp.int64 if x.dtype == jnp.float64 else jnp.int32
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+
+
+def _from_order(key: jax.Array, dtype) -> jax.Array:
+    """Undo `_to_order`."""
+    bits = jnp.where(key < 0, key ^ jnp.iinfo(key.dtype).max, key)
+    return jax.lax.bitcast_convert_type(bits, dtype)

@@ -1,0 +1,331 @@
+"""What a policy says of each token: log-probabilities, entropy, kept mass.
+
+The codebase's single shift by one lives here: entry `t` of a result speaks of `tokens[:, t]`, and
+comes from the hidden state of token `t - 1` of the same segment. First tokens of segments and
+padding have no predecessor and score 0.
+
+Two paths, one arithmetic. The whole path turns all hidden states into logits `[B, T, V]`. The
+chunked path takes a few tokens at a time, recomputes their logits in the backward pass, and adds
+up the head's gradient in float32, so that `[B, T, V]` never exists; tokens that nobody asks for
+never meet the head at all.
+
+Exclusion comes first: hidden states that score nothing are set to 0 before the head, so whatever
+they hold, NaN included, reaches neither a value nor a gradient.
+
+Symbols: `B` rows, `T` tokens a row, `V` vocabulary, `D` width, `S` lanes, `M` tokens a lane,
+`C` tokens a chunk; `z` scaled logits, `y` the token.
+"""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.core import filtering
+from grpo_jax.core.batch import TokenScores
+from grpo_jax.core.filtering import FilterConfig
+from grpo_jax.core.policy import Head, Params, Policy, UnembedFn
+
+
+class _Spec(NamedTuple):
+    """What to score; static."""
+
+    filter: FilterConfig
+    unfiltered: bool
+    entropy: bool
+    kept_mass: bool
+
+
+def token_scores(
+    policy: Policy,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    filter: FilterConfig,
+    unfiltered: bool = False,
+    entropy: bool = False,
+    kept_mass: bool = False,
+    chunk_size: int | None = None,
+    mask: jax.Array | None = None,
+    lanes: int = 1,
+) -> TokenScores:
+    """Score every token of a batch under a policy.
+
+        logprobs[t]   = z_y − log Σ_{v kept} exp z_v     (−inf where y is not kept)
+        unfiltered[t] = z_y − log Σ_v exp z_v
+        entropy[t]    = −Σ_v p_v log p_v,  p = softmax(z)
+        kept_mass[t]  = Σ_{v kept} p_v
+
+    with `z` the logits over the temperature. Log-probabilities and entropy carry gradients, exactly
+    zero through a token that is not kept; the kept mass is a constant. A row of logits that holds
+    NaN or +inf, or nothing finite, scores NaN: a fault stays visible, and is not taken for a token
+    outside the support.
+
+    Args:
+      policy: the model.
+      params: its parameters.
+      tokens: i32[B, T].
+      positions: i32[B, T] positions inside each segment.
+      segment_ids: i32[B, T]; 0 is padding.
+      filter: temperature and filters, as the sampler used them.
+      unfiltered: also return the log-probabilities before top-k, top-p and min-p.
+      entropy: also return the entropy before top-k, top-p and min-p.
+      kept_mass: also return the mass that the filters keep.
+      chunk_size: tokens whose logits exist at one time in each lane; None takes the whole path.
+      mask: bool[B, T], the tokens to score; the rest score 0. On the chunked path they cost no
+        head. None scores everything that has a predecessor.
+      lanes: how many parts the rows are cut into, each with chunks of its own. Where rows are
+        sharded over a mesh, the number of shards keeps chunks from mixing devices.
+
+    Returns:
+      Scores [B, T] in nats (kept mass: fraction), float32, or float64 where the logits are.
+
+    Raises:
+      ValueError: the temperature is 0, chunk_size is not positive, or lanes do not divide the rows.
+    """
+    chex.assert_equal_shape([tokens, positions, segment_ids])
+    filtering.check_trainable(filter)
+    spec = _Spec(filter, unfiltered, entropy, kept_mass)
+    scored = _has_predecessor(segment_ids)
+    if mask is not None:
+        chex.assert_equal_shape([tokens, mask])
+        scored = scored & (mask != 0)
+    hidden = policy.hidden(params, tokens, positions, segment_ids)
+    hidden = _previous(hidden)  # entry t: what came before token t
+    hidden = jnp.where(scored.reshape(*scored.shape, *[1] * (hidden.ndim - 2)), hidden, 0)
+    targets = jnp.where(scored, tokens, 0)
+    head = policy.head(params)
+    if chunk_size is None:
+        scores = _score(spec, policy.unembed(head, hidden), targets)
+    else:
+        scores = _score_in_chunks(
+            spec, policy.unembed, head, hidden, targets, scored, chunk_size, lanes
+        )
+    # A token that is not scored has hidden state 0: its score is finite, and dropped here.
+    return jax.tree.map(lambda x: jnp.where(scored, x, 0), scores)
+
+
+def _has_predecessor(segment_ids: jax.Array) -> jax.Array:
+    """Mark tokens whose left neighbour belongs to the same segment, bool[B, T]."""
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
+    return (segment_ids != 0) & (segment_ids == before)
+
+
+def _previous(x: jax.Array) -> jax.Array:
+    """Shift [B, T, ...] by one: entry t holds entry t - 1, entry 0 holds zeros."""
+    return jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))[:, :-1]
+
+
+# --- one block of logits -------------------------------------------------------------------------
+
+
+class _Saved(NamedTuple):
+    """What the backward pass of a block of logits needs besides the logits."""
+
+    log_total: jax.Array  # f32[...] log Σ_v exp z_v
+    log_kept: jax.Array  # f32[...] log Σ_{v kept} exp z_v
+    support: filtering.Support
+    supported: jax.Array  # bool[...] the token is kept
+    entropy: jax.Array | None  # f32[...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score(spec: _Spec, logits: jax.Array, targets: jax.Array) -> TokenScores:
+    """Score targets [...] under logits [..., V]."""
+    return _score_forward(spec, logits, targets)[0]
+
+
+def _score_forward(spec: _Spec, logits: jax.Array, targets: jax.Array):
+    z = filtering.scale(logits, spec.filter.temperature)
+    peak = jnp.max(z, axis=-1)
+    shifted = z - peak[..., None]
+    total = jnp.sum(jnp.exp(shifted), axis=-1)
+    log_total = peak + jnp.log(total)
+    z_target = jnp.take_along_axis(z, targets[..., None], axis=-1).squeeze(-1)
+    # NaN or +inf in a row, or nothing finite, must not look like a token outside the support.
+    sound = jnp.isfinite(peak)
+    unfiltered = jnp.where(sound, z_target - log_total, jnp.nan)
+    entropy = None
+    if spec.entropy:
+        # H = log Σ exp z − Σ p z, with 0 · (−inf) = 0
+        weighted = jnp.where(shifted > -jnp.inf, jnp.exp(shifted) * shifted, 0.0)
+        entropy = jnp.log(total) - jnp.sum(weighted, axis=-1) / total
+    if not spec.filter.active:
+        scores = TokenScores(
+            logprobs=unfiltered,
+            unfiltered=unfiltered if spec.unfiltered else None,
+            entropy=entropy,
+            kept_mass=jnp.ones_like(log_total) if spec.kept_mass else None,
+        )
+        nothing = filtering.Support(log_total, targets)  # never read
+        supported = unfiltered > -jnp.inf
+        return scores, (logits, targets, _Saved(log_total, log_total, nothing, supported, entropy))
+    found = filtering.support(z, spec.filter)
+    inside = filtering.kept(z, found)
+    log_kept = peak + jnp.log(jnp.sum(jnp.where(inside, jnp.exp(shifted), 0.0), axis=-1))
+    supported = (z_target > found.threshold) | (
+        (z_target == found.threshold) & (targets <= found.last_id)
+    )
+    logprobs = jnp.where(supported, z_target - log_kept, -jnp.inf)
+    scores = TokenScores(
+        logprobs=jnp.where(sound, logprobs, jnp.nan),
+        unfiltered=unfiltered if spec.unfiltered else None,
+        entropy=entropy,
+        kept_mass=jnp.exp(log_kept - log_total) if spec.kept_mass else None,
+    )
+    supported = supported & (z_target > -jnp.inf)
+    return scores, (logits, targets, _Saved(log_total, log_kept, found, supported, entropy))
+
+
+def _score_backward(spec: _Spec, residuals, cotangents: TokenScores):
+    """Apply d logp/dz_v = 1[v = y] − p_v and dH/dz_v = −p_v (log p_v + H), over the temperature."""
+    logits, targets, saved = residuals
+    z = filtering.scale(logits, spec.filter.temperature)
+    # −inf in value: no gradient, whatever arrives from above.
+    d_kept = jnp.where(saved.supported, cotangents.logprobs, 0.0)
+    d_total = jnp.zeros_like(d_kept) if cotangents.unfiltered is None else cotangents.unfiltered
+    if not spec.filter.active:
+        d_total = d_total + d_kept
+    needs_total = not spec.filter.active or spec.unfiltered or spec.entropy
+    used = d_kept != 0
+    dz = jnp.zeros_like(z)
+    if spec.filter.active:
+        inside = filtering.kept(z, saved.support)
+        p_kept = jnp.where(inside, jnp.exp(z - saved.log_kept[..., None]), 0.0)
+        dz = dz - d_kept[..., None] * p_kept
+    if needs_total:
+        log_p = z - saved.log_total[..., None]
+        p = jnp.exp(log_p)
+        used = used | (d_total != 0)
+        dz = dz - d_total[..., None] * p
+        if cotangents.entropy is not None and saved.entropy is not None:
+            used = used | (cotangents.entropy != 0)
+            inner = jnp.where(log_p > -jnp.inf, p * (log_p + saved.entropy[..., None]), 0.0)
+            dz = dz - cotangents.entropy[..., None] * inner
+    d_target = d_total + d_kept if spec.filter.active else d_total
+    ids = jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1)
+    dz = dz + jnp.where(ids == targets[..., None], d_target[..., None], 0.0)
+    if spec.filter.temperature != 1.0:
+        dz = dz / spec.filter.temperature
+    # A row that nothing depends on gives exactly 0, also where its logits are NaN.
+    return jnp.where(used[..., None], dz, 0.0).astype(logits.dtype), None
+
+
+_score.defvjp(_score_forward, _score_backward)
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+
+def _score_in_chunks(
+    spec: _Spec,
+    unembed: UnembedFn,
+    head: Head,
+    hidden: jax.Array,
+    targets: jax.Array,
+    scored: jax.Array,
+    chunk_size: int,
+    lanes: int,
+) -> TokenScores:
+    """Move the scored tokens of each lane to its front, score them in chunks, move them back."""
+    rows, width = targets.shape
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1 token, or None for no chunks")
+    if lanes < 1 or rows % lanes:
+        raise ValueError(f"lanes={lanes} must divide the {rows} rows of the batch")
+    tokens_a_lane = rows * width // lanes
+    chunk = min(chunk_size, tokens_a_lane)
+    padded = -(-tokens_a_lane // chunk) * chunk
+
+    def to_lanes(x: jax.Array) -> jax.Array:
+        return x.reshape(lanes, tokens_a_lane, *x.shape[2:])
+
+    order = jnp.argsort(~to_lanes(scored), axis=-1, stable=True)
+    chunks = -(-jnp.max(jnp.sum(to_lanes(scored), axis=-1)) // chunk)
+
+    def front(x: jax.Array) -> jax.Array:
+        x = jax.vmap(lambda a, i: a[i])(to_lanes(x), order)
+        return jnp.pad(x, [(0, 0), (0, padded - tokens_a_lane)] + [(0, 0)] * (x.ndim - 2))
+
+    def back(x: jax.Array) -> jax.Array:
+        x = jax.vmap(lambda a, i: jnp.zeros_like(a).at[i].set(a, unique_indices=True))(
+            x[:, :tokens_a_lane], order
+        )
+        return x.reshape(rows, width)
+
+    scores = _chunked(spec, unembed, chunk, head, front(hidden), front(targets), chunks)
+    return jax.tree.map(back, scores)
+
+
+def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+
+def _put(x: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, update.astype(x.dtype), start, axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked(
+    spec: _Spec,
+    unembed: UnembedFn,
+    chunk: int,
+    head: Head,
+    hidden: jax.Array,
+    targets: jax.Array,
+    chunks: jax.Array,
+) -> TokenScores:
+    """Score targets [S, M] in `chunks` slices of the M axis; tokens beyond them score 0."""
+
+    def one(start: jax.Array) -> TokenScores:
+        logits = unembed(head, _slice(hidden, start, chunk))
+        return _score(spec, logits, _slice(targets, start, chunk))
+
+    def body(i: jax.Array, scores: TokenScores) -> TokenScores:
+        start = i * chunk
+        return jax.tree.map(lambda x, new: _put(x, new, start), scores, one(start))
+
+    shapes = jax.eval_shape(one, jnp.zeros((), chunks.dtype))
+    empty = jax.tree.map(lambda s: jnp.zeros(targets.shape, s.dtype), shapes)
+    return jax.lax.fori_loop(0, chunks, body, empty)
+
+
+def _chunked_forward(spec, unembed, chunk, head, hidden, targets, chunks):
+    scores = _chunked(spec, unembed, chunk, head, hidden, targets, chunks)
+    return scores, (head, hidden, targets, chunks)
+
+
+def _chunked_backward(spec, unembed, chunk, residuals, cotangents):
+    """Recompute each chunk's logits, and add up the head's gradient over chunks and lanes."""
+    head, hidden, targets, chunks = residuals
+    wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)  # noqa: E731
+
+    def lane(head: Head, h: jax.Array, y: jax.Array, upstream: TokenScores):
+        _, pull = jax.vjp(lambda head, h: _score(spec, unembed(head, h), y), head, h)
+        return pull(upstream)
+
+    # A sum per lane, so that on a mesh the lanes meet once, after the loop.
+    over_lanes = jax.vmap(lane, in_axes=(None, 0, 0, 0))
+
+    def body(i: jax.Array, carry):
+        d_head, d_hidden = carry
+        start = i * chunk
+        upstream = jax.tree.map(lambda g: _slice(g, start, chunk), cotangents)
+        part, d_h = over_lanes(
+            head, _slice(hidden, start, chunk), _slice(targets, start, chunk), upstream
+        )
+        d_head = jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, part)
+        return d_head, _put(d_hidden, d_h, start)
+
+    lanes = targets.shape[0]
+    d_head = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), wide(w)), head)
+    d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, (d_head, jnp.zeros_like(hidden)))
+    d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
+    return d_head, d_hidden, None, None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
