@@ -1,0 +1,171 @@
+"""The process in which rewards run: no JAX, one sample at a time, and it may be killed.
+
+Started as `python -m grpo_jax.rewards.worker FD`; speaks pickles over the socket FD. The first
+message carries the import path and the components; it answers `("ready", None)` or
+`("error", traceback)`. Then every `(component, sample)` is answered by `(status, value)`.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SCORED, SKIPPED, NON_FINITE = "scored", "skipped", "non_finite"
+RAISED, TIMED_OUT = "raised", "timed_out"
+KINDS = {  # kind -> where its function lives; anything else is a user's `module:function`
+    "verifier": "grpo_jax.rewards.text:verifier",
+    "exact_match": "grpo_jax.rewards.text:exact_match",
+    "format": "grpo_jax.rewards.text:format_match",
+    "length": "grpo_jax.rewards.text:length",
+    "math": "grpo_jax.rewards.math:math_reward",
+}
+
+_PRELOAD = {"verifier": "reasoning_gym", "math": "math_verify"}  # so that no sample waits for it
+
+
+class RewardTimeout(BaseException):
+    """Raised inside a reward that is too slow; not an `Exception`, so that it is rarely caught."""
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a kind that is neither ours nor of the form `module:function`."""
+    if kind not in KINDS and not all(kind.rpartition(":")):
+        raise ValueError(
+            f"reward kind {kind!r} is unknown; use one of {', '.join(KINDS)}, or your own "
+            "module:function"
+        )
+
+
+def resolve(kind: str) -> Callable[..., Any]:
+    """Return the function behind a kind, a `module:function` or a `file.py:function`.
+
+    Raises:
+        ValueError: no such kind, module or function.
+    """
+    check_kind(kind)
+    module_name, _, function = KINDS.get(kind, kind).rpartition(":")
+    if kind not in KINDS and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        if module_name.endswith(".py"):
+            module = _load_file(module_name)
+        else:
+            module = importlib.import_module(module_name)
+        return getattr(module, function)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"reward {kind!r} cannot be imported: {error}; the module must be importable from the "
+            "folder in which the run starts"
+        ) from error
+
+
+def bind(kind: str, params: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Return `sample -> value`; a class takes the params once, a function each time.
+
+    Raises:
+        ValueError: the function does not take these params.
+    """
+    target = resolve(kind)
+    if isinstance(target, type):
+        return target(**params)
+    try:
+        inspect.signature(target).bind(None, **params)
+    except TypeError as error:
+        raise ValueError(
+            f"reward {kind!r} cannot be called with params {dict(params)}: {error}; it is "
+            f"{target.__name__}{inspect.signature(target)}"
+        ) from error
+    return lambda sample: target(sample, **params)
+
+
+def evaluate(
+    function: Callable[[Any], Any], sample: Any, time_limit: float | None
+) -> tuple[str, Any]:
+    """Run one reward; return its status with a float, None, or the text of a traceback."""
+    try:
+        with _alarm(time_limit):
+            value = _number(function(sample))
+    except RewardTimeout:
+        return TIMED_OUT, None
+    except Exception:
+        return RAISED, traceback.format_exc(limit=-8)
+    if value is None:
+        return SKIPPED, None
+    return (SCORED, value) if abs(value) < float("inf") else (NON_FINITE, value)
+
+
+def main(descriptor: int) -> None:
+    """Serve until the other end closes."""
+    connection = Connection(descriptor)
+    os.dup2(2, 1)  # what a reward prints must not disturb the run's own display
+    sys.path[:], components, time_limit, memory_limit_mb = connection.recv()
+    if memory_limit_mb:
+        limit = memory_limit_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        functions = [bind(kind, params) for kind, params in components]
+        for kind, _ in components:
+            if kind in _PRELOAD:
+                importlib.import_module(_PRELOAD[kind])
+    except Exception:
+        connection.send(("error", traceback.format_exc()))
+        return
+    connection.send(("ready", None))
+    while True:
+        try:
+            component, sample = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        connection.send(evaluate(functions[component], sample, time_limit))
+
+
+def _number(value: Any) -> float | None:
+    """Read what a reward returned; a mapping counts by "score", and by "reward" if that is None."""
+    if isinstance(value, Mapping):
+        value = value.get("score") if value.get("score") is not None else value.get("reward")
+    return None if value is None else float(value)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float | None) -> Iterator[None]:
+    """Interrupt Python code after `seconds`; code that stays outside Python is killed instead."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise RewardTimeout
+
+    if seconds is None:
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _load_file(path: str) -> Any:
+    name = "grpo_jax_user_" + Path(path).stem
+    if name in sys.modules and sys.modules[name].__file__ == str(Path(path).resolve()):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, Path(path).resolve())
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
