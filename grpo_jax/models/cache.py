@@ -1,0 +1,196 @@
+"""Cached decoding: the prompt is read once, then one token a row and step.
+
+A cache holds keys and values [N, K, S, hd] of each layer; every leaf has the rows (slots) in front.
+`step` writes one position of each row. Inside a `while_loop` whose carry holds the cache, or under
+`jit` with the cache donated, the write happens in place and nothing of the cache is copied.
+
+Two layouts, chosen by the backend. On a CPU the layers are unrolled: each has weights and a cache
+of its own, since slicing a layer out of a stack would copy it at every token. Elsewhere the layers
+stay stacked under `lax.scan`, with the cache as its carry, and compile time does not grow with
+depth.
+
+What stands in the cache beyond a row's own position is garbage: `step` writes a position before
+anything may see it.
+
+Symbols: `N` rows (slots), `P` tokens of a padded prompt, `S` positions of the cache, `L` layers,
+`K` key-value heads, `hd` width of a head, `D` width, `V` vocabulary.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from grpo_jax.core.policy import Decoder, Params
+from grpo_jax.models import layers, transformer
+from grpo_jax.models.presets import ModelConfig
+
+
+class Slots(NamedTuple):
+    """Keys and values of one layer [N, K, S, hd], or of all of them [N, L, K, S, hd]."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+Cache = tuple[Slots, ...] | Slots  # one a layer (unrolled), or one for all layers (stacked)
+
+
+def decoder_for(config: ModelConfig, *, unroll: bool | None = None) -> Decoder:
+    """Return the cached form of the model.
+
+    Args:
+      config: the model.
+      unroll: one program part a layer (see the top of this file); None: on a CPU only.
+    """
+    unroll = jax.default_backend() == "cpu" if unroll is None else unroll
+    bind = functools.partial
+    return Decoder(
+        init_cache=bind(init_cache, config, unroll),
+        prefill=bind(prefill, config, unroll),
+        step=bind(step, config, unroll),
+        repeat=repeat,
+        prepare=bind(prepare, config, unroll),
+    )
+
+
+def init_cache(config: ModelConfig, unroll: bool, slots: int, length: int) -> Cache:
+    """Make room for `length` positions of `slots` rows."""
+    kv, width = config.num_kv_heads, config.head_dim
+    shape = (slots, kv, length, width) if unroll else (slots, config.num_layers, kv, length, width)
+
+    def empty() -> Slots:
+        return Slots(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
+
+    return tuple(empty() for _ in range(config.num_layers)) if unroll else empty()
+
+
+def prepare(config: ModelConfig, unroll: bool, params: Params) -> Params:
+    """Cast to the compute dtype and, unrolled, give each layer arrays of its own."""
+    params = jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
+    if unroll:
+        params = {
+            **params,
+            "layers": tuple(
+                jax.tree.map(lambda x, i=i: x[i], params["layers"])
+                for i in range(config.num_layers)
+            ),
+        }
+    return params
+
+
+def repeat(cache: Cache, times: int) -> Cache:
+    """Let every row stand `times` times, next to each other."""
+    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), cache)
+
+
+def prefill(
+    config: ModelConfig,
+    unroll: bool,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    """Read right-padded prompts [N, P]; return each last token's logits f32[N, V], and the cache."""
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+    rope = layers.rope_table(positions, config)
+    mask = transformer.causal_mask(segment_ids)
+
+    def one_layer(block: layers.Block, x: jax.Array, slots: Slots, layer: int | jax.Array | None):
+        x, (key, value) = block(x, rope, mask)
+        return x, Slots(
+            _write_prompt(slots.key, key, layer), _write_prompt(slots.value, value, layer)
+        )
+
+    x = _embed(config, params, tokens)
+    x, cache = _run_layers(config, unroll, one_layer, params["layers"], x, cache)
+    last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1, mode="clip")[:, 0]
+    return _logits(config, unroll, params, last), cache
+
+
+def step(
+    config: ModelConfig,
+    unroll: bool,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    """Read one token a row, i32[N], at its own position; return logits f32[N, V], and the cache."""
+    rope = layers.rope_table(positions, config)
+    length = jax.tree.leaves(cache)[0].shape[-2]
+    mask = jnp.arange(length)[None] <= positions[:, None]
+    linear = layers.Linear.rows if unroll else layers.Linear.__call__
+
+    def one_layer(block: layers.Block, x: jax.Array, slots: Slots, layer: jax.Array | None):
+        query, key, value = block.step_project(x, rope, linear)
+        slots = Slots(
+            _write_token(slots.key, key, positions, layer),
+            _write_token(slots.value, value, positions, layer),
+        )
+        seen = slots if layer is None else jax.tree.map(lambda a: _layer(a, layer), slots)
+        return block.step_mix(x, query, seen.key, seen.value, mask, linear), slots
+
+    x = _embed(config, params, tokens)
+    x, cache = _run_layers(config, unroll, one_layer, params["layers"], x, cache)
+    return _logits(config, unroll, params, x), cache
+
+
+def _run_layers(config, unroll: bool, one_layer, weights, x: jax.Array, cache: Cache):
+    """Carry x and the cache through all layers, by a Python loop or by a scan."""
+    block = transformer.block_graph(config)
+    if unroll:
+        filled = []
+        for layer_weights, slots in zip(weights, cache, strict=True):
+            x, slots = one_layer(nnx.merge(block, layer_weights), x, slots, None)
+            filled.append(slots)
+        return x, tuple(filled)
+
+    def body(carry, inputs):
+        layer_weights, layer = inputs
+        return one_layer(nnx.merge(block, layer_weights), *carry, layer), None
+
+    return jax.lax.scan(body, (x, cache), (weights, jnp.arange(config.num_layers)))[0]
+
+
+def _layer(stacked: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stacked, layer, axis=1, keepdims=False)
+
+
+def _write_prompt(old: jax.Array, new: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """Write [N, P, K, hd] to positions 0 .. P - 1 of one layer."""
+    new = new.swapaxes(1, 2)
+    if layer is None:
+        return jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0))
+    return jax.lax.dynamic_update_slice(old, new[:, None], (0, layer, 0, 0, 0))
+
+
+def _write_token(
+    old: jax.Array, new: jax.Array, positions: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """Write [N, K, hd] to each row's position of one layer; beyond the cache, write nothing."""
+    rows = jnp.arange(new.shape[0])
+    place = old.at[rows, :, positions] if layer is None else old.at[rows, layer, :, positions]
+    return place.set(new, mode="drop", unique_indices=True)
+
+
+def _embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    return params["embed"]["table"].at[tokens].get(mode="clip")
+
+
+def _logits(config: ModelConfig, unroll: bool, params: Params, x: jax.Array) -> jax.Array:
+    """Apply the last norm and the head to x [N, D]."""
+    x = transformer.final_norm(config, params, x)
+    head = transformer.head_of(config, params)
+    if not unroll:
+        return transformer.unembed(head, x)
+    # With the table on the left, and a barrier that keeps the transpose out of the dot: several
+    # times faster on a CPU.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.einsum("vd,dn->vn", head, x.T, preferred_element_type=wide)
+    return jax.lax.optimization_barrier(logits).T

@@ -1,0 +1,311 @@
+"""Hugging Face model folders, in and out.
+
+A folder holds config.json and either model.safetensors or model.safetensors.index.json with its
+shards. Tensors keep their [out, in] layout, so a round trip is exact to the bit; the layers of the
+file are stacked into the leading axis [L, ...] of ours.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from grpo_jax.core.policy import Decoder, Params, Policy
+from grpo_jax.models import cache, hf_config, transformer
+from grpo_jax.models.presets import Dtype, ModelConfig, Remat
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+# What may stand beside the weights and belongs to the model: copied on export where asked for.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+_OUTSIDE_LAYERS = {
+    "embed.table": "model.embed_tokens.weight",
+    "norm.scale": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_INSIDE_LAYERS = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+class LoadedModel(NamedTuple):
+    """A model ready for use: what it is, the pure functions, and the weights."""
+
+    config: ModelConfig
+    policy: Policy
+    decoder: Decoder
+    params: Params
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: Dtype | None = None,
+    compute_dtype: Dtype | None = None,
+    remat: Remat = "none",
+) -> LoadedModel:
+    """Load a Hugging Face folder of a supported architecture.
+
+    Args:
+      folder: holds config.json and safetensors weights.
+      dtype: of the parameters; the stored one if None (float16 is widened to float32).
+      compute_dtype: of the activations; `dtype` if None.
+      remat: what the backward pass recomputes, see `presets.REMAT_NAMES`.
+
+    Raises:
+      FileNotFoundError: folder, config.json, weights or a shard are not there.
+      ValueError: unsupported architecture or field, damaged file, or tensors that are missing, left
+        over or of another shape; always by name.
+    """
+    config = hf_config.read_config(folder)
+    param_dtype = dtype or config.param_dtype
+    config = dataclasses.replace(
+        config, param_dtype=param_dtype, compute_dtype=compute_dtype or param_dtype, remat=remat
+    )
+    params = load_params(folder, config)
+    return LoadedModel(config, transformer.policy_for(config), cache.decoder_for(config), params)
+
+
+def load_params(folder: str | Path, config: ModelConfig) -> Params:
+    """Read the weights of `config` in its `param_dtype`; raise as `load_model` does."""
+    folder = Path(folder)
+    wanted = transformer.abstract_params(config)
+    with contextlib.ExitStack() as stack:
+        tensors = _open_all(folder, stack)
+        _check_tensors(folder, config, wanted, tensors)
+
+        def read(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            names = _file_names(path, config.num_layers)
+            if isinstance(names, str):
+                return jnp.asarray(tensors[names].get_tensor(names).astype(leaf.dtype))
+            stacked = np.empty(leaf.shape, leaf.dtype)
+            for layer, name in enumerate(names):
+                stacked[layer] = tensors[name].get_tensor(name)
+            return jnp.asarray(stacked)
+
+        return jax.tree.map_with_path(read, wanted)
+
+
+def _open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Open every weight file; return tensor name -> the open file that holds it."""
+    tensors = {}
+    for file in _weight_files(folder):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="np"))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut short: {error}") from error
+        tensors |= dict.fromkeys(opened.keys(), opened)
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            names = sorted(set(index["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX} is damaged: {error!r}") from error
+        gone = [name for name in names if not (folder / name).is_file()]
+        if gone:
+            raise FileNotFoundError(f"{folder / INDEX} names {gone[0]}, which is not there")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+        p.name for p in folder.glob("*.gguf")
+    )
+    hint = f" (it has {others[0]}: convert it to safetensors)" if others else ""
+    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _check_tensors(
+    folder: Path, config: ModelConfig, wanted: Params, tensors: dict[str, Any]
+) -> None:
+    """Compare names and shapes before any weight is read."""
+    shapes = {}
+    for path, leaf in jax.tree.leaves_with_path(wanted):
+        names = _file_names(path, config.num_layers)
+        inside = leaf.shape if isinstance(names, str) else leaf.shape[1:]
+        shapes |= dict.fromkeys([names] if isinstance(names, str) else names, tuple(inside))
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise ValueError(f"{folder}: {_some(missing)} missing from the weights")
+    extra = [name for name in tensors if name not in shapes and not _ignored(name)]
+    if config.tie_embeddings and extra == ["lm_head.weight"]:
+        _check_tied(folder, tensors)
+    elif extra:
+        raise ValueError(f"{folder}: {_some(extra)} in the weights, but not part of the model")
+    for name, shape in shapes.items():
+        found = tuple(tensors[name].get_slice(name).get_shape())
+        if found != shape:
+            raise ValueError(f"{folder}: {name} has shape {found}, config.json asks for {shape}")
+
+
+def _check_tied(folder: Path, tensors: dict[str, Any]) -> None:
+    """Let a tied model carry its head twice, as long as both are the same."""
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not np.array_equal(tensors[table].get_tensor(table), tensors[head].get_tensor(head)):
+        raise ValueError(
+            f"{folder}: tie_word_embeddings is true, but {head} differs from {table};"
+            " set it to false in config.json if the head is meant to be separate"
+        )
+
+
+def _ignored(name: str) -> bool:
+    return name.endswith("rotary_emb.inv_freq")  # a constant that old versions stored
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def _file_names(path, layers: int) -> str | list[str]:
+    """Translate a path of the parameter tree into the file's name, or one name a layer."""
+    ours = ".".join(key.key for key in path)
+    if not ours.startswith("layers."):
+        return _OUTSIDE_LAYERS[ours]
+    module, _, kind = ours.removeprefix("layers.").rpartition(".")
+    kind = "bias" if kind == "bias" else "weight"
+    return [f"model.layers.{i}.{_INSIDE_LAYERS[module]}.{kind}" for i in range(layers)]
+
+
+def save_model(
+    folder: str | Path,
+    config: ModelConfig,
+    params: Params,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    companions: str | Path | None = None,
+) -> None:
+    """Write a folder that `transformers` opens; it appears complete or not at all.
+
+    Args:
+      folder: where to write; an older export there is replaced once the new one is complete.
+      config, params: the model; tensors are written in the dtype that `params` have.
+      max_shard_bytes: a larger model is cut into shards of at most this size (one tensor at least).
+      companions: a folder whose tokenizer, chat template and generation config are copied along.
+
+    Raises:
+      ValueError: `folder` holds files that no export writes; `max_shard_bytes` is not positive.
+    """
+    folder = Path(folder)
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
+    _refuse_foreign_files(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        staged = scratch / "new"
+        staged.mkdir()
+        _write_weights(staged, _shards(config, params, max_shard_bytes))
+        stored = dataclasses.replace(config, param_dtype=_dtype_of(params))
+        _write_json(staged / "config.json", hf_config.config_to_fields(stored))
+        for name in COMPANIONS if companions is not None else ():
+            source = Path(str(companions)) / name
+            if source.is_file():
+                shutil.copyfile(source, staged / name)
+        if folder.exists():
+            os.rename(folder, scratch / "old")
+        os.rename(staged, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """Never delete what somebody else put there."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give the export a folder of its own")
+    known = {*COMPANIONS, "config.json", INDEX}
+    for path in folder.iterdir():
+        if path.name not in known and not path.match("model*.safetensors"):
+            raise ValueError(
+                f"{folder} holds {path.name}, which no export writes; choose another folder"
+            )
+
+
+def _dtype_of(params: Params) -> Any:
+    return str(jax.tree.leaves(params)[0].dtype)
+
+
+Shard = dict[str, np.ndarray]
+
+
+def _shards(config: ModelConfig, params: Params, limit: int) -> list[Shard]:
+    """Fill shards in the order of the tree, each up to `limit` bytes."""
+    shards: list[Shard] = [{}]
+    room = limit
+    for name, tensor in _named_tensors(config, params):
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = limit
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _named_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        names = _file_names(path, config.num_layers)
+        array = np.ascontiguousarray(leaf)
+        if isinstance(names, str):
+            yield names, array
+        else:
+            yield from zip(names, array, strict=True)
+
+
+def _write_weights(folder: Path, shards: list[Shard]) -> None:
+    if len(shards) == 1:
+        _write_shard(folder / SINGLE, shards[0])
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(folder / name, shard)
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_shard(path: Path, shard: Shard) -> None:
+    save_file(shard, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it readable by the owner only
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

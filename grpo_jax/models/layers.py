@@ -1,0 +1,210 @@
+"""The layers that the transformers of this package are made of, as Flax NNX modules.
+
+Symbols: `B` rows, `T` tokens a row, `S` cached positions, `D` width, `F` width of the MLP, `H`
+query heads, `K` key-value heads, `G = H / K`, `hd` width of a head.
+
+Matrices are stored as [out, in], as Hugging Face stores them: `x @ W^T` is the fast form on a CPU
+for the forward and for both gradients, and a checkpoint is loaded and saved without a transpose.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from grpo_jax.models.presets import ModelConfig, RopeScaling
+
+# Added to nothing and multiplied with nothing: stands where a score is masked. Finite, so that a
+# row without any visible key gives numbers and not NaN.
+MASKED = -1e30
+
+Rope = tuple[jax.Array, jax.Array]  # cos, sin: f32[B, T, hd / 2]
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b."""
+
+    def __init__(self, inputs: int, outputs: int, config: ModelConfig, rngs, bias: bool = False):
+        self.compute_dtype = config.compute_dtype
+        weight = jax.random.normal(rngs.params(), (outputs, inputs), jnp.float32)
+        self.weight = nnx.Param((config.initializer_range * weight).astype(config.param_dtype))
+        self.bias = nnx.Param(jnp.zeros((outputs,), config.param_dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...].astype(self.compute_dtype)
+        y = jnp.einsum("...i,oi->...o", x, weight)
+        return y if self.bias is None else _add_bias(y, self.bias[...])
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Do the same for x [B, in] with B small, where a CPU wants W on the left.
+
+        The barrier keeps XLA from folding the transposes into a dot that misses its fast path.
+        """
+        weight = self.weight[...].astype(self.compute_dtype)
+        y = jax.lax.optimization_barrier(weight @ x.T).T
+        return y if self.bias is None else _add_bias(y, self.bias[...])
+
+
+Apply = Callable[[Linear, jax.Array], jax.Array]  # Linear.__call__ or Linear.rows
+
+
+def _add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
+
+
+class RMSNorm(nnx.Module):
+    """y = scale * x / sqrt(mean(x^2) + epsilon), in float32 or wider (arXiv:1910.07467)."""
+
+    def __init__(self, config: ModelConfig):
+        self.epsilon = config.norm_epsilon
+        self.scale = nnx.Param(jnp.ones((config.hidden_size,), config.param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.scale[...], self.epsilon)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Compute `RMSNorm` of the last dimension."""
+    wide = x.astype(_at_least_float32(x))
+    power = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = (wide * jax.lax.rsqrt(power + epsilon)).astype(x.dtype)
+    return normed * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
+
+
+class MLP(nnx.Module):
+    """y = down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, rngs):
+        self.gate = Linear(config.hidden_size, config.intermediate_size, config, rngs)
+        self.up = Linear(config.hidden_size, config.intermediate_size, config, rngs)
+        self.down = Linear(config.intermediate_size, config.hidden_size, config, rngs)
+
+    def __call__(self, x: jax.Array, linear: Apply = Linear.__call__) -> jax.Array:
+        return linear(self.down, jax.nn.silu(linear(self.gate, x)) * linear(self.up, x))
+
+
+class Attention(nnx.Module):
+    """Causal attention in which G query heads share one key-value head (arXiv:2305.13245)."""
+
+    def __init__(self, config: ModelConfig, rngs):
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        width, bias = config.head_dim, config.qkv_bias
+        self.query = Linear(config.hidden_size, self.heads * width, config, rngs, bias)
+        self.key = Linear(config.hidden_size, self.kv_heads * width, config, rngs, bias)
+        self.value = Linear(config.hidden_size, self.kv_heads * width, config, rngs, bias)
+        self.output = Linear(self.heads * width, config.hidden_size, config, rngs)
+
+    def project(self, x: jax.Array, rope: Rope, linear: Apply = Linear.__call__):
+        """Return rotated queries [..., H, hd], rotated keys and values [..., K, hd]."""
+        query = _split_heads(linear(self.query, x), self.heads)
+        key = _split_heads(linear(self.key, x), self.kv_heads)
+        value = _split_heads(linear(self.value, x), self.kv_heads)
+        return rotate(query, rope), rotate(key, rope), value
+
+    def __call__(self, x: jax.Array, rope: Rope, mask: jax.Array):
+        """Return what is added to x [B, T, D], and this layer's keys and values [B, T, K, hd]."""
+        query, key, value = self.project(x, rope)
+        mixed = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask)
+        return self.output(_merge_heads(mixed)), (key, value)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, rngs):
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x: jax.Array, rope: Rope, mask: jax.Array):
+        mixed, keys_values = self.attention(self.attention_norm(x), rope, mask)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), keys_values
+
+    def step_project(self, x: jax.Array, rope: Rope, linear: Apply):
+        """Return query [N, H, hd], key and value [N, K, hd] of one token a row, x [N, D]."""
+        return self.attention.project(self.attention_norm(x), rope, linear)
+
+    def step_mix(self, x, query, key, value, mask, linear: Apply) -> jax.Array:
+        """Finish the block, given cached key and value [N, K, S, hd] and mask bool[N, S]."""
+        mixed = attend(query[:, None], key, value, mask[:, None])[:, 0]
+        x = x + linear(self.attention.output, _merge_heads(mixed))
+        return x + self.mlp(self.mlp_norm(x), linear)
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mix values by softmax(q k^T / sqrt(hd)), without copying keys and values for each group.
+
+    Args:
+      query: [B, T, H, hd].
+      key, value: [B, K, S, hd].
+      mask: bool[B, T, S], True = visible.
+
+    Returns:
+      [B, T, H, hd] in the dtype of `value`.
+    """
+    rows, length, heads, width = query.shape
+    kv_heads, groups = key.shape[1], heads // key.shape[1]
+    # The G heads of a group stand below each other as rows of one matrix: [B, K, G * T, hd].
+    query = query.reshape(rows, length, kv_heads, groups, width).transpose(0, 2, 3, 1, 4)
+    query = query.reshape(rows, kv_heads, groups * length, width)
+    wide = _at_least_float32(query)
+    scores = jnp.einsum("bkqd,bksd->bkqs", query, key, preferred_element_type=wide) * width**-0.5
+    scores = scores.reshape(rows, kv_heads, groups, length, -1)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights.reshape(rows, kv_heads, groups * length, -1)
+    mixed = jnp.einsum("bkqs,bksd->bkqd", weights, value)
+    mixed = mixed.reshape(rows, kv_heads, groups, length, width).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(rows, length, heads, width)
+
+
+def rope_table(positions: jax.Array, config: ModelConfig) -> Rope:
+    """Return cos and sin of position * frequency, f32[B, T, hd / 2] (arXiv:2104.09864).
+
+    frequency_i = theta^(-2 i / hd), stretched as `config.rope_scaling` says.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    if config.rope_scaling is not None:
+        frequencies = stretch(frequencies, config.rope_scaling)
+    frequencies = jnp.asarray(frequencies, jnp.float32)
+    angles = jnp.einsum("...,f->...f", positions.astype(jnp.float32), frequencies)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Lower the frequencies for contexts beyond the length of pre-training.
+
+    llama3: with r = original_length * frequency / 2 pi (rotations over the old context) and
+    s = clip((r - low) / (high - low), 0, 1):  frequency * (s + (1 - s) / factor)
+    """
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    rotations = scaling.original_length * frequencies / (2 * np.pi)
+    kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
+    """Rotate x [B, T, heads, hd]: its first half against its second half, in float32 or wider."""
+    cos, sin = (jnp.expand_dims(table, -2) for table in rope)
+    first, second = jnp.split(x.astype(_at_least_float32(x)), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _at_least_float32(x: jax.Array):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _split_heads(x: jax.Array, heads: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def _merge_heads(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:-2], -1)

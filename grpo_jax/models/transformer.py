@@ -1,0 +1,139 @@
+"""The Llama family as one Flax NNX module, and the doors through which other rooms see it.
+
+Outside this package a model is a `Policy` (pure functions) and a plain nested dict of arrays:
+
+    embed.table [V, D] · norm.scale [D] · head.weight [V, D] (only when untied)
+    layers: stacked [L, ...]
+      attention.{query,key,value,output}.weight [out, in] · .bias [out] (query, key, value; Qwen2)
+      mlp.{gate,up,down}.weight [out, in] · attention_norm.scale, mlp_norm.scale [D]
+
+Symbols: `B` rows, `T` tokens a row, `D` width, `V` vocabulary, `L` layers.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from grpo_jax.core.policy import Head, Params, Policy
+from grpo_jax.models import layers
+from grpo_jax.models.presets import ModelConfig
+
+
+class Embedding(nnx.Module):
+    """Rows of a table [V, D]."""
+
+    def __init__(self, config: ModelConfig, rngs):
+        self.compute_dtype = config.compute_dtype
+        shape = (config.vocab_size, config.hidden_size)
+        table = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)
+        self.table = nnx.Param(table.astype(config.param_dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        # JAX's default fills rows outside the table with NaN, which would poison gradients from
+        # padding that holds any number.
+        return self.table[...].at[tokens].get(mode="clip").astype(self.compute_dtype)
+
+
+class Transformer(nnx.Module):
+    """tokens -> hidden states after the last norm."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config, rngs)
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.layers = nnx.vmap(lambda key: layers.Block(config, nnx.Rngs(params=key)))(keys)
+        self.norm = layers.RMSNorm(config)
+        if not config.tie_embeddings:
+            self.head = layers.Linear(config.hidden_size, config.vocab_size, config, rngs)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array):
+        """Return hidden [B, T, D] for i32[B, T] tokens, positions and segment ids."""
+        rope = layers.rope_table(positions, self.config)
+        mask = causal_mask(segment_ids)
+        block, stacked = nnx.split(self.layers)
+
+        def one_layer(x, weights):
+            x, _ = nnx.merge(block, weights)(x, rope, mask)
+            return x, None
+
+        one_layer = remat(one_layer, self.config.remat)
+        return self.norm(jax.lax.scan(one_layer, self.embed(tokens), stacked)[0])
+
+
+def causal_mask(segment_ids: jax.Array) -> jax.Array:
+    """Say which key each query sees: its own segment, up to itself. bool[B, T, T].
+
+    Padding (segment 0) sees padding, so every query sees at least itself and no row is empty.
+    """
+    length = segment_ids.shape[-1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return same & jnp.tri(length, dtype=bool)[None]
+
+
+def remat(layer, name: str):
+    """Wrap one layer so that its backward pass recomputes what the policy `name` does not keep."""
+    if name == "none":
+        return layer
+    policy = None if name == "full" else getattr(jax.checkpoint_policies, name)
+    # scan already keeps XLA from merging the two computations: no barrier needed
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Draw fresh parameters; works under `jax.jit` (sharded birth) and `jax.eval_shape`."""
+    return nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(params=key)))[1])
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Return shapes and dtypes of the parameters, computing nothing."""
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Count the numbers in the parameters; a tied table counts once."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))
+
+
+def module_for(config: ModelConfig, params: Params) -> Transformer:
+    """Put a plain parameter tree back into the module."""
+    return nnx.merge(_graphs(config)[0], params)
+
+
+def block_graph(config: ModelConfig) -> Any:
+    """Return what `nnx.merge` needs to make one layer out of its parameters."""
+    return _graphs(config)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _graphs(config: ModelConfig) -> tuple[Any, Any]:
+    module = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0)))
+    return nnx.split(module)[0], nnx.split(module.layers)[0]
+
+
+def policy_for(config: ModelConfig) -> Policy:
+    """Return the model as pure functions of (params, tokens, positions, segment_ids)."""
+
+    def hidden(params: Params, tokens, positions, segment_ids) -> jax.Array:
+        return module_for(config, params)(tokens, positions, segment_ids)
+
+    return Policy(hidden=hidden, head=functools.partial(head_of, config), unembed=unembed)
+
+
+def head_of(config: ModelConfig, params: Params) -> Head:
+    """Return the matrix [V, D] that turns hidden states into logits."""
+    return params["embed"]["table"] if config.tie_embeddings else params["head"]["weight"]
+
+
+def final_norm(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """Apply the norm that stands before the head."""
+    return layers.rms_norm(x, params["norm"]["scale"], config.norm_epsilon)
+
+
+def unembed(head: Head, hidden: jax.Array) -> jax.Array:
+    """logits = hidden head^T, f32[..., V] (or wider)."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    head = head.astype(hidden.dtype)
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
