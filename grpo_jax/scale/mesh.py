@@ -8,8 +8,10 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")  # what the rows of a batch are split over
@@ -61,14 +63,14 @@ def axis_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Build the mesh over `devices` (default: all there are), with Auto axes."""
     devices = list(jax.devices() if devices is None else devices)
     # Explicit axes, the default, make ordinary models fail at their first matmul.
-    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    auto = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(axis_sizes(config, len(devices)), AXES, axis_types=auto, devices=devices)
 
 
-def row_shards(mesh: jax.sharding.Mesh) -> int:
+def row_shards(mesh: Mesh) -> int:
     """Into how many parts the rows of a batch are cut."""
     return math.prod(mesh.shape.get(name, 1) for name in ROW_AXES)

@@ -89,8 +89,8 @@ def _full_spec(spec: Spec, ndim: int, mesh: Mesh, where: str) -> tuple[Axis, ...
             )
         if names.count(name) > 1:
             raise ValueError(
-                f"{where}: mesh axis {name!r} stands twice in {spec}; an array can be split over it "
-                "along one dimension only"
+                f"{where}: mesh axis {name!r} stands twice in {spec}; an array can be split "
+                "over it along one dimension only"
             )
     return (None,) * (ndim - len(spec)) + tuple(spec)
 

@@ -92,8 +92,8 @@ def build_optimizer(config: OptimizerConfig, total_updates: int) -> Optimizer:
         unless `config.total_steps` does.
 
     Raises:
-      ValueError: the warm-up is longer than the schedule, or a `no_decay` expression matches nothing
-        (at `init`, when the parameters are known).
+      ValueError: the warm-up is longer than the schedule, or (at `init`) a `no_decay` expression
+        matches no parameter.
     """
     schedule = build_schedule(config, total_updates)
     steps: list[optax.GradientTransformation] = []
@@ -147,7 +147,8 @@ def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
     for pattern in no_decay:
         if names and not any(re.search(pattern, name) for name in names):
             raise ValueError(
-                f"no_decay: {pattern!r} matches no parameter; paths look like {', '.join(names[:3])}"
+                f"no_decay: {pattern!r} matches no parameter; paths look like "
+                f"{', '.join(names[:3])}"
             )
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not any(re.search(p, rules.path_name(path)) for p in no_decay), params

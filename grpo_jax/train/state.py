@@ -6,7 +6,7 @@ program makes each array where it will live.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -34,6 +34,13 @@ class TrainState:
         return self.step - self.skipped
 
 
+class Placement(NamedTuple):
+    """Where every array of a run lives."""
+
+    mesh: Mesh
+    state: TrainState  # of `NamedSharding`, in the place of arrays
+
+
 def init(params: Params, transform: optax.GradientTransformation) -> TrainState:
     """Make the state that training starts from; a pure function, for `jit` and `eval_shape`."""
     params = jax.tree.map(_master, params)
@@ -54,14 +61,14 @@ def abstract(params: Params, transform: optax.GradientTransformation) -> TrainSt
     return jax.eval_shape(lambda p: init(p, transform), params)
 
 
-def shardings(
+def placement(
     shapes: TrainState,
     transform: optax.GradientTransformation,
     mesh: Mesh,
     partition_rules: Rules = rules.LLAMA_RULES,
     *,
     say: Say | None = None,
-) -> TrainState:
+) -> Placement:
     """Give every array of a state its place.
 
     Args:
@@ -70,9 +77,6 @@ def shardings(
       mesh: the devices.
       partition_rules: rules on parameter paths; moments follow their parameters.
       say: told, once, which dimensions do not divide and stay whole.
-
-    Returns:
-      A `TrainState` of `NamedSharding`.
     """
     whole = rules.replicated(mesh)
     params = rules.partition(shapes.params, mesh, partition_rules, say=say)
@@ -88,23 +92,24 @@ def shardings(
         shapes.params,
         transform_non_params=lambda _: whole,
     )
-    return TrainState(step=whole, skipped=whole, params=params, opt_state=opt_state)
+    places = shapes.replace(step=whole, skipped=whole, params=params, opt_state=opt_state)
+    return Placement(mesh, places)
 
 
 def create(
-    params: Params, transform: optax.GradientTransformation, places: TrainState | None = None
+    params: Params, transform: optax.GradientTransformation, places: Placement | None = None
 ) -> TrainState:
     """Make the state from parameters that exist; the caller's arrays stay the caller's.
 
     Args:
       params: arrays on the host or on devices, in any float dtype.
       transform: the optimizer.
-      places: what `shardings` returned; None leaves everything on the default device.
+      places: what `placement` returned; None leaves everything on the default device.
     """
     if places is None:
         return jax.jit(lambda p: init(p, transform))(params)
-    params = jax.device_put(params, places.params)
-    return jax.jit(lambda p: init(p, transform), out_shardings=places)(params)
+    params = jax.device_put(params, places.state.params)
+    return jax.jit(lambda p: init(p, transform), out_shardings=places.state)(params)
 
 
 def born_sharded(
@@ -113,7 +118,7 @@ def born_sharded(
     transform: optax.GradientTransformation,
     mesh: Mesh,
     partition_rules: Rules = rules.LLAMA_RULES,
-) -> tuple[TrainState, TrainState]:
+) -> tuple[TrainState, Placement]:
     """Make a state whose parameters never exist whole on one device.
 
     Args:
@@ -124,19 +129,21 @@ def born_sharded(
       partition_rules: rules on parameter paths.
 
     Returns:
-      The state, and its shardings.
+      The state, and where it lives.
     """
 
     def make(*arguments: Any) -> TrainState:
         return init(make_params(*arguments), transform)
 
     shapes = jax.eval_shape(make, *arguments)
-    places = shardings(shapes, transform, mesh, partition_rules)
-    return jax.jit(make, out_shardings=places)(*arguments), places
+    places = placement(shapes, transform, mesh, partition_rules)
+    return jax.jit(make, out_shardings=places.state)(*arguments), places
 
 
-def targets(shapes: TrainState, places: TrainState) -> TrainState:
-    """Join shapes and shardings into what a checkpoint is restored onto."""
+def targets(shapes: TrainState, places: Placement) -> TrainState:
+    """Join shapes and places into what a checkpoint is restored onto."""
     return jax.tree.map(
-        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place),
+        shapes,
+        places.state,
     )

@@ -1,0 +1,351 @@
+"""Checkpoints of a run: saved in the background, kept by rule, distrusted when read back.
+
+A checkpoint of step `s` is a folder of two items, written under a temporary name and renamed when
+complete: `state` (every array of the train state, bit for bit) and `run` (one JSON object: data
+position, seeds, whatever the loop hands over). An older checkpoint is deleted only after a newer
+one is complete. A checkpoint that cannot be read back is set aside under `damaged_<step>`, and the
+one before it is used.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from grpo_jax.scale import rules
+from grpo_jax.train.state import TrainState
+
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_FORMAT = 1  # of the `run` item
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint of a folder can be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every: int = 10  # steps between checkpoints; 0 saves at the end only
+    keep: int = 2  # newest checkpoints to keep
+    keep_best: int = 0  # best checkpoints to keep besides, by `metric`
+    metric: str = "eval/reward/mean"  # what best means; a checkpoint without it is never best
+    higher_is_better: bool = True  # false for losses
+    background: bool = True  # write while training goes on
+
+    def __post_init__(self):
+        for name, least in (("every", 0), ("keep", 1), ("keep_best", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
+
+
+class Restored(NamedTuple):
+    """What was read back."""
+
+    step: int
+    state: TrainState
+    run: dict[str, Any]
+    metrics: dict[str, float]
+
+
+class Checkpointer:
+    """The checkpoints of one folder.
+
+    Every process of a job calls the same methods in the same order; process 0 writes shared files.
+
+    Attributes:
+      failures: (step, reason) of each save that did not complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        config: CheckpointConfig,
+        *,
+        say: Callable[[str], Any] | None = None,
+    ):
+        """Open a folder, and make it if it is not there.
+
+        Args:
+          folder: where the checkpoints live.
+          config: when to save and what to keep.
+          say: told about everything unusual, a line each. Default: this module's logger.
+        """
+        _silence_orbax()
+        self.folder, self.config = Path(folder).absolute(), config
+        self.failures: list[tuple[int, str]] = []
+        self._say = say or logging.getLogger(__name__).warning
+        self._saving: int | None = None
+        self._complete = True  # the last save
+        self._scores: dict[int, float | None] = {}
+        for name in sorted(p.name for p in self.folder.glob(f"*{_TEMPORARY}*")):
+            self._say(f"checkpoint {name.split('.')[0]} was never finished; it is removed")
+        self._manager = self._open()
+        for step in self.steps():
+            with contextlib.suppress(Exception):  # damaged: found out when it is restored
+                self._scores[step] = self._score(self._read_run(step)["metrics"])
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_Retention(self.config, self._scores),
+            enable_async_checkpointing=self.config.background,
+            cleanup_tmp_directories=True,
+            lightweight_initialize=True,
+        )
+        return ocp.CheckpointManager(self.folder, options=options)
+
+    def steps(self) -> list[int]:
+        """Complete checkpoints, oldest first."""
+        return sorted(step for step in self._manager.all_steps() if step != self._saving)
+
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint."""
+        return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The best complete checkpoint by the metric, the newest among equals; else the newest."""
+        scores = {step: self._scores.get(step) for step in self.steps()}
+        ranked = rank(scores)
+        return ranked[0] if ranked else self.latest_step()
+
+    def due(self, step: int) -> bool:
+        """Say whether the interval asks for a checkpoint after `step`."""
+        return self.config.every > 0 and step % self.config.every == 0
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        run: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save a checkpoint; returns as soon as the arrays may change.
+
+        A save that fails, now or in the background, is said and noted in `failures`; it never
+        harms the checkpoints that are complete, and never stops the run.
+
+        Args:
+          step: names the checkpoint; one that exists is left as it is.
+          state: the train state.
+          run: whatever else the run needs to go on; JSON (tuples come back as lists).
+          metrics: the step's metrics; the one that `config.metric` names decides what is best.
+
+        Raises:
+          TypeError: `run` is not JSON.
+        """
+        record = {
+            "format": _FORMAT,
+            "run": dict(run),
+            "metrics": {k: float(v) for k, v in (metrics or {}).items()},
+            "layout": _layout(state),
+        }
+        json.dumps(record["run"])
+        self.wait()
+        if step in self.steps():
+            return
+        self._scores[step] = self._score(record["metrics"])
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
+            run=ocp.args.JsonSave(record),  # pyright: ignore[reportCallIssue]
+        )
+        self._saving = step
+        try:
+            self._manager.save(step, args=arguments, force=True)
+        except Exception as error:
+            self._failed(error)
+        if not self.config.background:
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save in progress; say whether the last save is complete."""
+        if self._saving is not None:
+            try:
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+                self._saving, self._complete = None, True
+            except Exception as error:
+                self._failed(error)
+        return self._complete
+
+    def _failed(self, error: Exception) -> None:
+        """Note a failed save, and begin again from what the folder really holds."""
+        step, self._saving, self._complete = self._saving, None, False
+        reason = _reason(error)
+        self.failures.append((-1 if step is None else step, reason))
+        with contextlib.suppress(Exception):  # it may repeat the failure
+            self._manager.close()
+        if jax.process_index() == 0:
+            for leftover in self.folder.glob(f"{step}{_TEMPORARY}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self._manager = self._open()
+        last = self.latest_step()
+        kept = "there is no earlier one" if last is None else f"the one of step {last} is complete"
+        self._say(
+            f"checkpoint {step} could not be written ({reason}); {kept}. "
+            f"Free space is {shutil.disk_usage(self.folder).free / 1e9:.1f} GB in {self.folder}"
+        )
+
+    def restore(self, target: TrainState, step: int | None = None) -> Restored | None:
+        """Read the newest checkpoint that is sound.
+
+        Args:
+          target: shapes, dtypes and shardings to restore onto (`state.targets`), or a state.
+          step: this checkpoint and no other.
+
+        Returns:
+          None when the folder holds no checkpoint.
+
+        Raises:
+          ValueError: the checkpoint is sound and belongs to another model or optimizer.
+          CheckpointError: there are checkpoints, and none is sound.
+        """
+        self.wait()
+        wanted = list(reversed(self.steps())) if step is None else [step]
+        damaged: list[tuple[int, str]] = []
+        for candidate in wanted:
+            try:
+                record = self._read_run(candidate)
+            except Exception as error:
+                damaged.append((candidate, _reason(error)))
+                continue
+            _check_layout(record["layout"], target, self.folder / str(candidate))
+            try:
+                state = self._read_state(candidate, target)
+            except Exception as error:
+                damaged.append((candidate, _reason(error)))
+                continue
+            self._set_aside(damaged, candidate)
+            return Restored(candidate, state, record["run"], record["metrics"])
+        if damaged:
+            listing = "; ".join(f"step {s}: {reason}" for s, reason in damaged)
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} can be read ({listing}). Restore the folder from "
+                "a copy, or move it away to begin again"
+            )
+        return None
+
+    def _read_run(self, step: int) -> dict[str, Any]:
+        arguments = ocp.args.Composite(run=ocp.args.JsonRestore())
+        record = self._manager.restore(step, args=arguments)["run"]
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']} is unknown; this version reads {_FORMAT}")
+        return record
+
+    def _read_state(self, step: int, target: TrainState) -> TrainState:
+        shapes = jax.tree.map(_target, target)
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))  # pyright: ignore[reportCallIssue]
+        state = self._manager.restore(step, args=arguments)["state"]
+        return jax.block_until_ready(state)
+
+    def _set_aside(self, damaged: Sequence[tuple[int, str]], used: int) -> None:
+        for step, reason in damaged:
+            self._say(
+                f"checkpoint {step} is damaged ({reason}); going back to the one of step {used}"
+            )
+            if jax.process_index() == 0:
+                place = self.folder / f"damaged_{step}"
+                shutil.rmtree(place, ignore_errors=True)
+                (self.folder / str(step)).rename(place)
+            self._scores.pop(step, None)
+        if damaged:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("checkpoints set aside")
+            self._manager.reload()
+
+    def close(self) -> bool:
+        """Wait, let go of the threads, and say whether the last save is complete."""
+        complete = self.wait()
+        self._manager.close()
+        return complete
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
+        """The metric, turned so that more is better; None when it is missing or not a number."""
+        value = metrics.get(self.config.metric)
+        if value is None or math.isnan(value):
+            return None
+        return value if self.config.higher_is_better else -value
+
+
+def rank(scores: Mapping[int, float | None]) -> list[int]:
+    """Order steps from best to worst, the newest first among equals; no score, no place."""
+    known = [(score, step) for step, score in scores.items() if score is not None]
+    return [step for _, step in sorted(known, reverse=True)]
+
+
+class _Retention:
+    """Keep the newest few, and the best few; implements Orbax's preservation policy."""
+
+    def __init__(self, config: CheckpointConfig, scores: Mapping[int, float | None]):
+        self._config, self._scores = config, scores
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = rank({step: self._scores.get(step) for step in steps})[: self._config.keep_best]
+        keep = set(sorted(steps)[-self._config.keep :]) | set(best)
+        return [step in keep for step in steps]
+
+
+def _layout(state: TrainState) -> dict[str, list[Any]]:
+    """Path -> [shape, dtype] of every array."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {rules.path_name(path): [list(x.shape), np.dtype(x.dtype).name] for path, x in leaves}
+
+
+def _check_layout(saved: Mapping[str, Any], target: TrainState, where: Path) -> None:
+    """Refuse a checkpoint of something else, naming the first difference."""
+    wanted = _layout(target)
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {where} does not fit this run: {name} is {_describe(saved.get(name))} "
+                f"there and {_describe(wanted.get(name))} here; use the model and optimizer "
+                "settings it was saved with, or another folder"
+            )
+
+
+def _describe(entry: Sequence[Any] | None) -> str:
+    return "absent" if entry is None else f"{entry[1]}{list(entry[0])}"
+
+
+def _target(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def _reason(error: BaseException) -> str:
+    """One readable line of an error that may carry pages."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    for known in ("No space left on device", "File too large", "Disk quota exceeded"):
+        if known in text:
+            return known
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+class _NotOrbax(logging.Filter):
+    """Drop what Orbax logs through absl: we say ourselves what a user needs to know."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname
+
+
+def _silence_orbax() -> None:
+    logger = logging.getLogger("absl")
+    if not any(isinstance(f, _NotOrbax) for f in logger.filters):
+        logger.addFilter(_NotOrbax())

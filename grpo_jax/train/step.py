@@ -1,0 +1,336 @@
+"""The train step and the score step: the two compiled programs that touch parameters.
+
+One optimizer update on a whole global batch, cut into micro-batches:
+
+    g = Σ_m ∇ loss_m        each loss_m is a sum over the counts of the *whole* batch, so that
+                            micro-batches add up to the full batch and nothing is averaged
+    g ← scale · g           only where the loss asks for survivors as denominator
+    θ ← θ + optimizer(g)    only if loss and gradient are finite and something is trained
+
+The sum over micro-batches is a `lax.scan` that carries the gradients alone. Metrics leave it
+stacked, `[M]` each, because some add up and some are extrema, and one table says which; a SUM
+accumulator around everything would add minima.
+
+A micro-batch takes every M-th row. With rows split over devices, each device then finds its part
+of every micro-batch among the rows it already holds.
+
+Symbols: `B` rows, `T` tokens a row, `M` micro-batches.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.core import diagnostics, logprobs, losses
+from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.core.filtering import FilterConfig
+from grpo_jax.core.losses import LossConfig
+from grpo_jax.core.policy import Params, Policy
+from grpo_jax.scale import mesh as meshes
+from grpo_jax.scale import rules
+from grpo_jax.train.optimizer import Optimizer
+from grpo_jax.train.state import Placement, TrainState
+
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch, Counts], tuple[TrainState, Metrics]]
+GradientStep = Callable[[Params, Batch, Counts], tuple[jax.Array, Params, Metrics]]
+ScoreStep = Callable[[Params, Batch], jax.Array]
+
+
+def make_train_step(
+    policy: Policy,
+    optimizer: Optimizer,
+    loss_config: LossConfig,
+    filter_config: FilterConfig,
+    *,
+    micro_batches: int = 1,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    places: Placement | None = None,
+) -> TrainStep:
+    """Compile one optimizer update.
+
+    Args:
+      policy: the model.
+      optimizer: its transformation sees the gradient of the whole batch, once.
+      loss_config: the loss.
+      filter_config: temperature and filters, as the sampler used them.
+      micro_batches: into how many parts the rows are cut; bounds the memory, not the result.
+      chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
+      entropy: also report the mean entropy; costs a pass over the logits.
+      places: `state.placement(...)`; None: everything on one device.
+
+    Returns:
+      `(state, batch, counts) -> (state, metrics)`. The state is donated: the one passed in is gone
+      afterwards. The batch is not, so that the inputs of a failed update can be written down.
+      Metrics are f32[]; beside those of the loss:
+        loss; grad_norm (L2 over all parameters, before the clip); update_norm (L2 of the change of
+        the parameters, 0 when skipped); param_norm (after the update); learning_rate (of this
+        update); tokens, sequences (what the loss divides by); update_applied (1 or 0);
+        gradient_scale (1, or batch tokens over survivors where the loss asks for that);
+        skipped_empty, skipped_nonfinite (1 or 0: why not); updates_skipped (so far in this run).
+
+    Raises:
+      ValueError: when called, if the rows do not divide over micro-batches and devices.
+    """
+    mesh = None if places is None else places.mesh
+    gradient = _gradient(
+        policy, loss_config, filter_config, micro_batches, chunk_size, entropy, places
+    )
+
+    def step(state: TrainState, batch: Batch, counts: Counts) -> tuple[TrainState, Metrics]:
+        loss, grads, metrics = gradient(state.params, batch, counts)
+        state, applied = apply_gradient(state, loss, grads, metrics, counts, optimizer)
+        return state, metrics | applied
+
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    whole = rules.replicated(mesh)
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(places.state, rules.batch_sharding(mesh), whole),
+        # Left free, the compiler may return a parameter in another layout than it came in, and the
+        # next call would compile again.
+        out_shardings=(places.state, whole),
+    )
+
+
+def make_gradient_step(
+    policy: Policy,
+    loss_config: LossConfig,
+    filter_config: FilterConfig,
+    *,
+    micro_batches: int = 1,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    places: Placement | None = None,
+) -> GradientStep:
+    """Compile what the train step differentiates, without the update; for looking into a failure.
+
+    Returns:
+      `(params, batch, counts) -> (loss f32[], gradient like params, metrics)`.
+    """
+    gradient = _gradient(
+        policy, loss_config, filter_config, micro_batches, chunk_size, entropy, places
+    )
+    if places is None:
+        return jax.jit(gradient)
+    whole = rules.replicated(places.mesh)
+    rows = rules.batch_sharding(places.mesh)
+    return jax.jit(
+        gradient,
+        in_shardings=(places.state.params, rows, whole),
+        out_shardings=(whole, places.state.params, whole),
+    )
+
+
+def make_score_step(
+    policy: Policy,
+    filter_config: FilterConfig,
+    *,
+    unfiltered: bool = False,
+    micro_batches: int = 1,
+    chunk_size: int | None = None,
+    places: Placement | None = None,
+) -> ScoreStep:
+    """Compile log-probabilities of a batch under given parameters, without gradients.
+
+    Args:
+      policy: the model.
+      filter_config: temperature and filters, as the sampler used them.
+      unfiltered: keep the temperature and drop top-k, top-p and min-p: what `reference_logprobs`
+        wants. Without it: what `prev_logprobs` wants.
+      micro_batches: into how many parts the rows are cut.
+      chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
+      places: `state.placement(...)`, of which the parameters' part is used.
+
+    Returns:
+      `(params, batch) -> f32[B, T]` in nats; 0 where `token_mask` is False.
+    """
+    mesh = None if places is None else places.mesh
+    kept = filter_config
+    if unfiltered:
+        kept = dataclasses.replace(filter_config, top_k=None, top_p=1.0, min_p=0.0)
+
+    def score_one(params: Params, batch: Batch) -> jax.Array:
+        scores = logprobs.token_scores(
+            policy,
+            params,
+            batch.tokens,
+            batch.positions,
+            batch.segment_ids,
+            filter=kept,
+            chunk_size=chunk_size,
+            mask=batch.token_mask,
+            lanes=_lanes(mesh),
+        )
+        return scores.logprobs
+
+    def score(params: Params, batch: Batch) -> jax.Array:
+        rules.check_rows(batch.tokens.shape[0], mesh, micro_batches)
+        if micro_batches == 1:
+            return score_one(params, batch)
+        parts = split_rows(batch, micro_batches, mesh)
+        return join_rows(jax.lax.map(lambda part: score_one(params, part), parts))
+
+    if places is None:
+        return jax.jit(score)
+    rows = rules.batch_sharding(places.mesh)
+    return jax.jit(score, in_shardings=(places.state.params, rows), out_shardings=rows)
+
+
+def _lanes(mesh: jax.sharding.Mesh | None) -> int:
+    return 1 if mesh is None else meshes.row_shards(mesh)
+
+
+def split_rows(batch: Any, parts: int, mesh: jax.sharding.Mesh | None = None) -> Any:
+    """Cut [B, ...] into [M, B/M, ...]; part m takes the rows m, m + M, m + 2M, …"""
+
+    def one(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+        if mesh is None:
+            return x
+        rows = rules.batch_sharding(mesh).spec
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *rows))
+        return jax.lax.with_sharding_constraint(x, place)
+
+    return jax.tree.map(one, batch)
+
+
+def join_rows(parts: jax.Array) -> jax.Array:
+    """Put [M, B/M, ...] back into [B, ...], in the order before `split_rows`."""
+    return parts.swapaxes(0, 1).reshape(-1, *parts.shape[2:])
+
+
+def _gradient(
+    policy: Policy,
+    loss_config: LossConfig,
+    filter_config: FilterConfig,
+    micro_batches: int,
+    chunk_size: int | None,
+    entropy: bool,
+    places: Placement | None,
+) -> GradientStep:
+    """Build (params, batch, counts) -> (loss, gradient, finished metrics), micro-batches summed."""
+    mesh = None if places is None else places.mesh
+
+    def loss_of(params: Params, batch: Batch, counts: Counts) -> tuple[jax.Array, Metrics]:
+        scores = logprobs.token_scores(
+            policy,
+            params,
+            batch.tokens,
+            batch.positions,
+            batch.segment_ids,
+            filter=filter_config,
+            unfiltered=filter_config.active,
+            entropy=entropy,
+            kept_mass=filter_config.active,
+            chunk_size=chunk_size,
+            mask=batch.token_mask,
+            lanes=_lanes(mesh),
+        )
+        return losses.clipped_pg_loss(scores, batch, counts, loss_config)
+
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+
+    def in_place(grads: Params) -> Params:
+        if places is None:
+            return grads
+        return jax.lax.with_sharding_constraint(grads, places.state.params)
+
+    def gradient(params: Params, batch: Batch, counts: Counts):
+        rules.check_rows(batch.tokens.shape[0], mesh, micro_batches)
+        if micro_batches == 1:
+            (loss, metrics), grads = value_and_grad(params, batch, counts)
+            return loss, in_place(grads), metrics
+
+        def add(total: Params, part: Batch):
+            (loss, metrics), grads = value_and_grad(params, part, counts)
+            return in_place(jax.tree.map(jnp.add, total, grads)), (loss, metrics)
+
+        nothing = in_place(jax.tree.map(jnp.zeros_like, params))
+        parts = split_rows(batch, micro_batches, mesh)
+        grads, (partial_losses, stacked) = jax.lax.scan(add, nothing, parts)
+        return jnp.sum(partial_losses), grads, merge_stacked(stacked, micro_batches)
+
+    def finished(params: Params, batch: Batch, counts: Counts):
+        loss, grads, metrics = gradient(params, batch, counts)
+        scale = losses.gradient_scale(metrics, counts, loss_config)
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        return (
+            loss,
+            grads,
+            diagnostics.finalize_metrics(metrics, counts) | {"gradient_scale": scale},
+        )
+
+    return finished
+
+
+def merge_stacked(stacked: Metrics, parts: int) -> Metrics:
+    """Merge the metrics [M] of M micro-batches into one of each, in about log M merges."""
+
+    def take(start: int, stop: int) -> Metrics:
+        return jax.tree.map(lambda x: x[start:stop], stacked)
+
+    rest = None
+    while parts > 1:
+        half = parts // 2
+        if parts % 2:
+            last = take(parts - 1, parts)
+            rest = last if rest is None else diagnostics.merge_metrics(rest, last)
+        stacked = diagnostics.merge_metrics(take(0, half), take(half, 2 * half))
+        parts = half
+    if rest is not None:
+        stacked = diagnostics.merge_metrics(stacked, rest)
+    return jax.tree.map(lambda x: x[0], stacked)
+
+
+def apply_gradient(
+    state: TrainState,
+    loss: jax.Array,
+    grads: Params,
+    metrics: Metrics,
+    counts: Counts,
+    optimizer: Optimizer,
+) -> tuple[TrainState, Metrics]:
+    """Update the parameters, or change nothing but the counters when the update is unsound.
+
+    An update is unsound when the loss or any gradient is not finite, when the gradient's norm
+    overflows, or when nothing is trained: then even a zero gradient would move parameters, by
+    momentum and by weight decay.
+    """
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    empty = (counts.tokens <= 0) | (metrics["gradient_scale"] <= 0)  # the latter: no survivors
+    sound = finite & ~empty
+    updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, old)
+
+    after = TrainState(
+        step=state.step + 1,
+        skipped=state.skipped + jnp.where(sound, 0, 1).astype(jnp.int32),
+        params=keep(params, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+    )
+    numbers = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "update_norm": jnp.where(sound, optax.tree.norm(updates), 0.0),
+        "param_norm": optax.tree.norm(after.params),
+        "learning_rate": optimizer.schedule(state.updates),
+        "tokens": counts.tokens,
+        "sequences": counts.sequences,
+        "update_applied": sound,
+        "skipped_empty": empty,
+        "skipped_nonfinite": ~finite,
+        "updates_skipped": after.skipped,
+    }
+    return after, {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
