@@ -36,7 +36,8 @@ class FilterConfig:
         more than the vocabulary keeps everything.
       top_p: keep the smallest set of most likely tokens whose mass reaches p (fraction); None, 1
         and more are off, 0 and less keep exactly one token.
-      min_p: keep the tokens at least this likely (fraction) compared with the most likely one; 0 is off.
+      min_p: keep the tokens at least this likely (fraction) compared with the most likely one; 0 is
+        off.
 
     Raises:
       ValueError: a value is out of range, or is not a number.
@@ -53,8 +54,12 @@ class FilterConfig:
                 f"temperature={self.temperature} must be finite and not negative; "
                 "use 1.0 to sample from the model as it is, 0.0 for greedy decoding"
             )
-        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k != int(self.top_k)):
-            raise ValueError(f"top_k={self.top_k} must be a whole number of tokens, or None for off")
+        if self.top_k is not None and (
+            isinstance(self.top_k, bool) or self.top_k != int(self.top_k)
+        ):
+            raise ValueError(
+                f"top_k={self.top_k} must be a whole number of tokens, or None for off"
+            )
         if self.top_k is not None and self.top_k < -1:
             raise ValueError(f"top_k={self.top_k} must be positive; None, 0 and -1 turn it off")
         if self.top_p is not None and math.isnan(self.top_p):
@@ -98,8 +103,8 @@ def check_trainable(config: FilterConfig) -> None:
     """
     if config.greedy:
         raise ValueError(
-            "temperature=0.0 is greedy decoding: its distribution has no log-probabilities to train "
-            "on; use a temperature above 0.0 (1.0 is the usual choice)"
+            "temperature=0.0 is greedy decoding: its distribution has no log-probabilities to "
+            "train on; use a temperature above 0.0 (1.0 is the usual choice)"
         )
 
 
@@ -241,7 +246,9 @@ def _top_p(
         running = jnp.cumsum(ranked, axis=-1)
         before = jnp.concatenate([jnp.zeros_like(running[..., :1]), running[..., :-1]], axis=-1)
         stays = jnp.sum(before < goal[..., None], axis=-1)
-        cut = jnp.take_along_axis(largest, jnp.maximum(stays - 1, 0)[..., None], axis=-1).squeeze(-1)
+        cut = jnp.take_along_axis(largest, jnp.maximum(stays - 1, 0)[..., None], axis=-1).squeeze(
+            -1
+        )
     else:
         # Tokens of weight up to (1 - p)/V together hold at most 1 - p, so the cut lies above them.
         floor = peak + (math.log(max(1.0 - p, 1e-30) / z.shape[-1]) - 0.5)

@@ -29,7 +29,11 @@ def setup(dtype):
     jax.config.update("jax_enable_x64", dtype == "float64")
 
 
-@functools.partial(jax.jit, static_argnames=("filter", "chunk_size"))
+# Tiny programs, run once each: compiling them well would take four times as long.
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.partial(jax.jit, static_argnames=("filter", "chunk_size"), compiler_options=_QUICK)
 def _scores_and_gradients(logits, ids, segments, proj, filter, chunk_size):
     positions = jnp.zeros_like(ids)
 
