@@ -7,9 +7,13 @@ Inputs (names of the conformance data): `next_token_logprobs` [B, T-1], optional
 `curr_logprobs_unfiltered` and `policy_support_mask` [B, T-1]; `prev_logprobs`,
 `generation_logprobs`, `reference_policy_logprobs`, `advantages`, `token_mask` [B, T];
 `sample_mask`, `rewards` [B]; `global_valid_seqs`, `global_valid_toks` scalars; optionally
-`global_positive_toks`.
+`global_positive_toks` and `entropy` [B, T].
+
+Where sample weights are fractional, errors between sampler and trainer use a 0/1 mask inside and
+the weight outside; the conformance data has whole weights only, where both readings agree.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -37,6 +41,13 @@ DEFAULTS: dict[str, Any] = dict(
     positive_example_nll_weight=0.0,
     seq_logprob_error_in_loss=False,
     seq_logprob_error_threshold=None,
+    # beyond the torch reference, from the papers
+    objective=None,
+    loss_normalizer=None,
+    sapo_temperature_positive=1.0,
+    sapo_temperature_negative=1.05,
+    token_veto_threshold=None,
+    entropy_bonus=0.0,
 )
 
 
@@ -108,9 +119,11 @@ class _Tokens:
         return kept
 
 
-def _reduce(values, token, sample, n_tok, n_seq, token_level):
-    if token_level:
+def _reduce(values, token, sample, n_tok, n_seq, cfg):
+    if cfg["token_level_loss"]:
         return masked_mean(values, token * sample[:, None], denom=n_tok)
+    if cfg["loss_normalizer"] is not None:
+        return masked_mean((values * token).sum(-1) / cfg["loss_normalizer"], sample, denom=n_seq)
     return masked_mean(masked_mean(values, token, dim=-1), sample, denom=n_seq)
 
 
@@ -131,7 +144,7 @@ def _kl_loss(t: _Tokens, data, cfg, beta, n_tok, n_seq):
         cfg["kl_output_clamp_value"],
         weight,
     )
-    return _reduce(beta * k, t.kl_token, t.kl_sample, n_tok, n_seq, cfg["token_level_loss"])
+    return _reduce(beta * k, t.kl_token, t.kl_sample, n_tok, n_seq, cfg)
 
 
 def _ratios(t: _Tokens, cfg):
@@ -141,15 +154,28 @@ def _ratios(t: _Tokens, cfg):
     if cfg["disable_ppo_ratio"]:
         return t.c, t.c
     log_ratio = t.c - t.p
+    if cfg["objective"] == "gmpo":
+        low, high = math.log(1 - cfg["ratio_clip_min"]), math.log(1 + cfg["ratio_clip_max"])
+        clipped = torch.where(t.adv > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+        means = [masked_mean(x, t.token, dim=-1).exp()[:, None] for x in (log_ratio, clipped)]
+        return means[0].expand_as(log_ratio), means[1].expand_as(log_ratio)
     if cfg["sequence_level_importance_ratios"]:
         mean = masked_mean(log_ratio, t.token, dim=-1)
         rho = mean.exp()[:, None].expand_as(log_ratio)
     else:
         rho = log_ratio.exp()
+    if cfg["objective"] == "sapo":
+        return rho, rho
     return rho, rho.clamp(1 - cfg["ratio_clip_min"], 1 + cfg["ratio_clip_max"])
 
 
 def _objective(t: _Tokens, cfg, rho, rho_c):
+    if cfg["objective"] == "gmpo":
+        return -t.adv * rho_c
+    if cfg["objective"] == "sapo":
+        low, high = cfg["sapo_temperature_negative"], cfg["sapo_temperature_positive"]
+        tau = torch.where(t.adv > 0, high, low).to(rho.dtype)
+        return -t.adv * 4 / tau * (tau * (rho - 1)).sigmoid()
     if cfg["use_cispo"]:
         return -t.adv * rho_c.detach() * t.c
     o = torch.maximum(-t.adv * rho, -t.adv * rho_c)
@@ -177,11 +203,22 @@ def _importance_weights(t: _Tokens, cfg, n_tok, n_seq):
         inside = (v >= low) & (v <= high)
         v = torch.where(inside, v, 0.0)
         oob = masked_mean((~inside).to(v.dtype), t.mask, denom=n_tok)
-    elif kind == "seq-mask-tis":
-        mean = masked_mean(diff.nan_to_num(0.0, 0.0, 0.0), t.token, dim=-1).exp()
-        inside = ((mean >= low) & (mean <= high)).to(v.dtype)
-        v = v * inside[:, None]
-        oob = masked_mean(1 - inside, t.sample, denom=n_seq)
+    keep = torch.ones_like(t.sample, dtype=torch.bool)
+    if kind in ("seq-mask-tis", "geo-rs", "product-rs"):
+        clean = diff.nan_to_num(0.0, 0.0, 0.0)
+        if kind == "product-rs":
+            gate = (clean * t.token).sum(-1).exp().nan_to_num(0.0, 0.0, 0.0)
+        else:
+            gate = masked_mean(clean, t.token, dim=-1).exp()
+        keep = (gate >= low) & (gate <= high)
+    if cfg["token_veto_threshold"] is not None:
+        broken = (diff.exp() < cfg["token_veto_threshold"]) & (t.mask != 0)
+        keep = keep & ~broken.any(-1)
+    if kind in ("geo-rs", "product-rs"):
+        v = torch.ones_like(v)
+    v = v * keep[:, None]
+    if kind in ("seq-mask-tis", "geo-rs", "product-rs"):
+        oob = masked_mean((~keep).to(v.dtype), t.sample, denom=n_seq)
     mean_v = (
         masked_mean(v[:, 0], t.sample, denom=n_seq)
         if by_sequence
@@ -195,7 +232,7 @@ def _mismatch_metrics(t: _Tokens, cfg, n_tok):
     mix = torch.logaddexp(t.p, t.g) + half
     js = 0.5 * calculate_kl(mix, t.p, "k3") + 0.5 * calculate_kl(mix, t.g, "k3")
     values = dict(
-        token_mult_prob_error=((t.g - t.p).abs() * t.mask).exp(),
+        token_mult_prob_error=(t.g - t.p).abs().exp(),
         gen_kl_error=calculate_kl(t.g, t.p, kind),
         policy_kl_error=calculate_kl(t.p, t.g, kind),
         js_divergence_error=js,
@@ -237,9 +274,13 @@ def clipped_pg_loss(
         v, mean_v, oob = _importance_weights(t, cfg, n_tok, n_seq)
     if cfg["use_importance_sampling_correction"]:
         objective = v * objective
-    actor = _reduce(objective, t.token, t.sample, n_tok, n_seq, cfg["token_level_loss"])
+    actor = _reduce(objective, t.token, t.sample, n_tok, n_seq, cfg)
     nll = _positive_nll(t, data, cfg)
     loss = actor + kl + cfg["positive_example_nll_weight"] * nll
+    if cfg["entropy_bonus"]:
+        entropy = torch.where(t.mask != 0, data["entropy"][:, 1:], 0.0)
+        entropy = _reduce(entropy, t.token, t.sample, n_tok, n_seq, cfg)
+        loss = loss - cfg["entropy_bonus"] * entropy
     with torch.no_grad():
         metrics = dict(
             loss=loss.detach(),
@@ -255,7 +296,7 @@ def clipped_pg_loss(
     return loss, metrics
 
 
-GRADIENTS = ("next_token_logprobs", "curr_logprobs_unfiltered")
+GRADIENTS = ("next_token_logprobs", "curr_logprobs_unfiltered", "entropy")
 
 
 def loss_and_grad(
