@@ -1,0 +1,22 @@
+"""Our bin packing behind the interface of the conformance checker."""
+
+from grpo_jax.data import packing
+
+
+def pack(config):
+    """Return the bins of one case."""
+    return packing.pack(
+        config["sequence_lengths"],
+        config["bin_capacity"],
+        config["algorithm"],
+        min_bin_count=config["min_bin_count"],
+        bin_count_multiple=config["bin_count_multiple"],
+        seed=config.get("python_random_seed", 0),
+    )
+
+
+def check_config(kind, config):
+    """Raise where a packer configuration must be rejected."""
+    if kind != "packer_config":
+        raise NotImplementedError
+    pack(config | {"sequence_lengths": [1]})
