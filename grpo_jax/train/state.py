@@ -5,6 +5,7 @@ A state is born sharded: the shapes come first, rules give every array its place
 program makes each array where it will live.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,7 +93,9 @@ def placement(
         shapes.params,
         transform_non_params=lambda _: whole,
     )
-    places = shapes.replace(step=whole, skipped=whole, params=params, opt_state=opt_state)
+    places = dataclasses.replace(
+        shapes, step=whole, skipped=whole, params=params, opt_state=opt_state
+    )
     return Placement(mesh, places)
 
 

@@ -49,6 +49,7 @@ def make_train_step(
     *,
     micro_batches: int = 1,
     chunk_size: int | None = None,
+    max_segments: int = 1,
     entropy: bool = False,
     places: Placement | None = None,
 ) -> TrainStep:
@@ -61,6 +62,7 @@ def make_train_step(
       filter_config: temperature and filters, as the sampler used them.
       micro_batches: into how many parts the rows are cut; bounds the memory, not the result.
       chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
+      max_segments: most sequences packed in one row; 1 when rows are not packed.
       entropy: also report the mean entropy; costs a pass over the logits.
       places: `state.placement(...)`; None: everything on one device.
 
@@ -77,9 +79,8 @@ def make_train_step(
     Raises:
       ValueError: when called, if the rows do not divide over micro-batches and devices.
     """
-    mesh = None if places is None else places.mesh
     gradient = _gradient(
-        policy, loss_config, filter_config, micro_batches, chunk_size, entropy, places
+        policy, loss_config, filter_config, micro_batches, chunk_size, max_segments, entropy, places
     )
 
     def step(state: TrainState, batch: Batch, counts: Counts) -> tuple[TrainState, Metrics]:
@@ -87,13 +88,13 @@ def make_train_step(
         state, applied = apply_gradient(state, loss, grads, metrics, counts, optimizer)
         return state, metrics | applied
 
-    if mesh is None:
+    if places is None:
         return jax.jit(step, donate_argnums=0)
-    whole = rules.replicated(mesh)
+    whole = rules.replicated(places.mesh)
     return jax.jit(
         step,
         donate_argnums=0,
-        in_shardings=(places.state, rules.batch_sharding(mesh), whole),
+        in_shardings=(places.state, rules.batch_sharding(places.mesh), whole),
         # Left free, the compiler may return a parameter in another layout than it came in, and the
         # next call would compile again.
         out_shardings=(places.state, whole),
@@ -107,6 +108,7 @@ def make_gradient_step(
     *,
     micro_batches: int = 1,
     chunk_size: int | None = None,
+    max_segments: int = 1,
     entropy: bool = False,
     places: Placement | None = None,
 ) -> GradientStep:
@@ -116,7 +118,7 @@ def make_gradient_step(
       `(params, batch, counts) -> (loss f32[], gradient like params, metrics)`.
     """
     gradient = _gradient(
-        policy, loss_config, filter_config, micro_batches, chunk_size, entropy, places
+        policy, loss_config, filter_config, micro_batches, chunk_size, max_segments, entropy, places
     )
     if places is None:
         return jax.jit(gradient)
@@ -213,11 +215,14 @@ def _gradient(
     filter_config: FilterConfig,
     micro_batches: int,
     chunk_size: int | None,
+    max_segments: int,
     entropy: bool,
     places: Placement | None,
 ) -> GradientStep:
     """Build (params, batch, counts) -> (loss, gradient, finished metrics), micro-batches summed."""
     mesh = None if places is None else places.mesh
+    # Two parts of this loss divide by different survivors, so these are counted beforehand.
+    survivors_first = loss_config.truncated_is_normalization == "survivors" and loss_config.kl_on
 
     def loss_of(params: Params, batch: Batch, counts: Counts) -> tuple[jax.Array, Metrics]:
         scores = logprobs.token_scores(
@@ -227,14 +232,21 @@ def _gradient(
             batch.positions,
             batch.segment_ids,
             filter=filter_config,
-            unfiltered=filter_config.active,
-            entropy=entropy,
-            kept_mass=filter_config.active,
+            unfiltered=filter_config.active and loss_config.kl_on,
+            entropy=entropy or loss_config.entropy_bonus_on,
+            kept_mass=filter_config.active and loss_config.metrics_level == "full",
             chunk_size=chunk_size,
             mask=batch.token_mask,
             lanes=_lanes(mesh),
         )
-        return losses.clipped_pg_loss(scores, batch, counts, loss_config)
+        return losses.clipped_pg_loss(
+            scores,
+            batch,
+            counts,
+            loss_config,
+            filtering_on=filter_config.active,
+            max_segments=max_segments,
+        )
 
     value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 
@@ -256,38 +268,24 @@ def _gradient(
         nothing = in_place(jax.tree.map(jnp.zeros_like, params))
         parts = split_rows(batch, micro_batches, mesh)
         grads, (partial_losses, stacked) = jax.lax.scan(add, nothing, parts)
-        return jnp.sum(partial_losses), grads, merge_stacked(stacked, micro_batches)
+        return jnp.sum(partial_losses), grads, diagnostics.sum_metrics(stacked)
 
     def finished(params: Params, batch: Batch, counts: Counts):
+        if survivors_first:
+            left = losses.survivor_counts(
+                None,
+                batch,
+                loss_config,
+                filtering_on=filter_config.active,
+                max_segments=max_segments,
+            )
+            counts = counts._replace(survivors=left)
         loss, grads, metrics = gradient(params, batch, counts)
-        scale = losses.gradient_scale(metrics, counts, loss_config)
+        scale = diagnostics.gradient_scale(metrics, counts, loss_config)
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        return (
-            loss,
-            grads,
-            diagnostics.finalize_metrics(metrics, counts) | {"gradient_scale": scale},
-        )
+        return loss * scale, grads, diagnostics.finalize_metrics(metrics, counts, loss_config)
 
     return finished
-
-
-def merge_stacked(stacked: Metrics, parts: int) -> Metrics:
-    """Merge the metrics [M] of M micro-batches into one of each, in about log M merges."""
-
-    def take(start: int, stop: int) -> Metrics:
-        return jax.tree.map(lambda x: x[start:stop], stacked)
-
-    rest = None
-    while parts > 1:
-        half = parts // 2
-        if parts % 2:
-            last = take(parts - 1, parts)
-            rest = last if rest is None else diagnostics.merge_metrics(rest, last)
-        stacked = diagnostics.merge_metrics(take(0, half), take(half, 2 * half))
-        parts = half
-    if rest is not None:
-        stacked = diagnostics.merge_metrics(stacked, rest)
-    return jax.tree.map(lambda x: x[0], stacked)
 
 
 def apply_gradient(
