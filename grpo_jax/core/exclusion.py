@@ -1,0 +1,109 @@
+"""Exclude, then sanitise: one batch as the loss sees it.
+
+First decide which tokens count: token mask, sample weights, policy support under top-k/top-p, the
+in-loss sequence check. Then put a zero wherever nothing counts. Everything below this door is plain
+arithmetic, and a value outside the masks reaches neither the loss nor its gradient.
+
+Symbols: c current log-probability, p previous one, g sampler's, m token weight, `B` rows, `T`
+tokens, `S` sequence slots.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from grpo_jax.core import masks, reductions
+from grpo_jax.core.batch import Batch, TokenScores
+from grpo_jax.core.loss_config import LossConfig
+
+
+class View(NamedTuple):
+    """One batch with its masks decided and its values sanitised."""
+
+    current: Array  # f32[B, T] nats, differentiable
+    previous: Array  # f32[B, T] nats
+    generation: Array  # f32[B, T] nats
+    advantages: Array  # f32[B, T]
+    actor: masks.ActorMasks  # after support exclusion and rejection
+    whole: masks.ActorMasks  # after rejection only: the KL term, and the denominators
+    sequences: reductions.Sequences
+    counters: dict[str, Array]  # what exclusion and rejection did; raw metrics
+
+
+def view_batch(
+    scores: TokenScores,
+    batch: Batch,
+    config: LossConfig,
+    filtering_on: bool,
+    max_segments: int,
+) -> View:
+    """Decide which tokens count, then sanitise. Arithmetic is float32, or float64 where c is."""
+    dtype = jnp.promote_types(scores.logprobs.dtype, jnp.float32)
+    sequences = reductions.Sequences(batch.segment_ids, max_segments)
+    current = scores.logprobs.astype(dtype)
+    previous = jax.lax.stop_gradient(_previous(current, batch, config)).astype(dtype)
+    generation = jax.lax.stop_gradient(batch.generation_logprobs).astype(dtype)
+    whole = masks.batch_masks(batch, sequences, dtype)
+    counters = {
+        "batch_tokens": jnp.sum(whole.weights),
+        "batch_sequences": jnp.sum(whole.sequences),
+        "policy_support_excluded_tokens": jnp.zeros((), dtype),
+    }
+    actor = whole
+    if filtering_on:
+        valid = masks.policy_support(current, previous, generation)
+        excluded = (whole.weights != 0) & ~valid
+        counters["policy_support_excluded_tokens"] = jnp.sum(excluded, dtype=dtype)
+        actor = masks.narrow(whole, valid, sequences)
+    if config.seq_logprob_error_in_loss:
+        keep = _agreement(actor, previous, generation, sequences, config)
+        left = masks.keep_sequences(actor, keep, sequences)
+        counters |= _rejection_counters(actor, left)
+        actor, whole = left, masks.keep_sequences(whole, keep, sequences)
+    counters |= {
+        "kept_tokens": jnp.sum(whole.weights),
+        "kept_sequences": jnp.sum(whole.sequences),
+        "retained_tokens": jnp.sum(actor.weights),
+        "num_valid_samples": jnp.sum(actor.sequences),
+    }
+    values = (current, previous, generation, batch.advantages.astype(dtype))
+    clean = (jnp.where(actor.weights != 0, value, 0) for value in values)
+    return View(*clean, actor, whole, sequences, counters)
+
+
+def _previous(current: Array, batch: Batch, config: LossConfig) -> Array:
+    """p: the current policy itself where the ratio is forced to 1."""
+    if config.force_on_policy_ratio:
+        return current
+    assert batch.prev_logprobs is not None  # the loss has checked it
+    return batch.prev_logprobs
+
+
+def _agreement(
+    actor: masks.ActorMasks,
+    previous: Array,
+    generation: Array,
+    sequences: reductions.Sequences,
+    config: LossConfig,
+) -> Array:
+    """Sequences on which trainer and sampler agree.
+
+        e_i = Σ_t e^|g − p| m / max(Σ_t m, 1),   keep_i = e_i ≤ τ   (NaN and inf are not kept)
+
+    bool[B, S]. A sequence without a token has error 0 and is kept.
+    """
+    gap = jnp.where(actor.weights != 0, jnp.abs(generation - previous), 0)
+    error = jnp.exp(gap * actor.weights)
+    total = sequences.sum(jnp.where(actor.weights != 0, error * actor.weights, 0))
+    mean = total / jnp.maximum(sequences.sum(actor.weights), 1)
+    return mean <= config.seq_logprob_error_threshold
+
+
+def _rejection_counters(before: masks.ActorMasks, left: masks.ActorMasks) -> dict[str, Array]:
+    return {
+        "num_masked_seqs_by_logprob_error": jnp.sum(before.sequences - left.sequences),
+        "seq_logprob_error_valid_tokens": jnp.sum(left.weights),
+        "seq_logprob_error_valid_seqs": jnp.sum(left.sequences),
+    }

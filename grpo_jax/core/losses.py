@@ -1,0 +1,329 @@
+"""The clipped policy-gradient loss: masks, exclusion, surrogate, correction, KL, reduction.
+
+    L = L_actor + β L_kl + μ L_nll − η L_entropy
+
+Each part is a *partial sum* over `counts`, which belong to the whole global batch: the losses, the
+gradients and the raw metrics of micro-batches, data shards and packed rows add up to exactly those
+of the full batch. Nothing is ever averaged.
+
+For the author of a train step:
+
+1. Per micro-batch: `loss, metrics = clipped_pg_loss(scores, batch, counts, config, ...)`, and the
+   gradient of `loss`. Add the gradients up.
+2. Merge the metrics with `diagnostics.merge_metrics` (or `sum_metrics` over a stacked axis).
+   Do not use a plain sum: extrema do not add.
+3. Once per optimizer step: `scale = diagnostics.gradient_scale(metrics, counts, config)`. Multiply
+   the accumulated gradient by it *before* clipping. 0 means that nothing is left to train on:
+   skip the update and count it. It is 1 unless a denominator is known only after the forward pass.
+4. `diagnostics.finalize_metrics(metrics, counts, config)` divides, once.
+
+Only `truncated_is_normalization="survivors"` together with a KL term needs more, because then two
+parts of the loss have different denominators: add up `survivor_counts` over the micro-batches
+first and pass `counts._replace(survivors=...)`. `clipped_pg_loss` says so when it is missing.
+
+Order inside: decide which tokens count, then sanitise, then plain arithmetic. A value outside the
+masks (NaN, inf, 1e30) reaches neither the loss nor its gradient.
+
+Symbols: c current log-probability, p previous one, g sampler's, r frozen reference's, A advantage,
+m token weight, m_t token mask, m_s sequence weight, N counts, `B` rows, `T` tokens, `S` slots.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from grpo_jax.core import (
+    corrections,
+    diagnostics,
+    exclusion,
+    kl,
+    masks,
+    measures,
+    reductions,
+    surrogates,
+)
+from grpo_jax.core.batch import Batch, Counts, TokenScores
+from grpo_jax.core.diagnostics import Metrics
+from grpo_jax.core.loss_config import LossConfig
+
+__all__ = ["LossConfig", "Survivors", "clipped_pg_loss", "survivor_counts"]
+
+
+class Survivors(NamedTuple):
+    """Denominators known only after filtering, in the unit of the loss: tokens or sequences."""
+
+    actor: Array
+    kl: Array
+
+
+def clipped_pg_loss(
+    scores: TokenScores,
+    batch: Batch,
+    counts: Counts,
+    config: LossConfig,
+    *,
+    filtering_on: bool = False,
+    max_segments: int = 1,
+    row_block: int | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Loss of one micro-batch as a partial sum over the counts of the global batch, and metrics.
+
+    Args:
+      scores: log-probabilities of this forward pass, token-aligned, nats. `unfiltered` is needed
+        where filters are on and there is a KL term, `entropy` for the entropy bonus.
+      batch: token-aligned arrays; values outside the masks do not matter.
+      counts: of the whole global batch, taken before the loss drops anything (`masks.count`).
+      config: which loss.
+      filtering_on: top-k, top-p or min-p was active, so −inf means "outside the support" and the
+        token leaves the actor loss. False: −inf is a fault and stays visible.
+      max_segments: most sequences packed in one row; 1 when rows are not packed.
+      row_block: walk the rows in blocks of this many (a divisor of B near it): temporaries of a
+        block instead of the batch. Values do not change beyond the order of summation.
+
+    Returns:
+      The loss, and raw metrics for `diagnostics.finalize_metrics`.
+
+    Raises:
+      ValueError: an array that the config needs is missing.
+    """
+    _check_inputs(scores, batch, counts, config, filtering_on)
+    reductions.check_slots(batch.segment_ids, max_segments)
+    del row_block
+    return _rows_loss(scores, batch, counts, config, filtering_on, max_segments)
+
+
+def survivor_counts(
+    scores: TokenScores | None,
+    batch: Batch,
+    config: LossConfig,
+    *,
+    filtering_on: bool = False,
+    max_segments: int = 1,
+) -> Survivors:
+    """Count what the filters leave of one micro-batch; add the parts up with `jax.tree.map`.
+
+    `scores` may be None unless `force_on_policy_ratio` is on: the gates then only read the batch.
+
+    Raises:
+      ValueError: `scores` is missing and needed.
+    """
+    if scores is None:
+        if config.force_on_policy_ratio:
+            raise ValueError(
+                "force_on_policy_ratio=True makes the gates depend on the current policy; "
+                "pass the scores of a forward pass to survivor_counts"
+            )
+        assert batch.prev_logprobs is not None
+        scores = TokenScores(logprobs=batch.prev_logprobs)
+    view = exclusion.view_batch(scores, batch, config, filtering_on, max_segments)
+    weights = _importance_weights(view, config)
+    tokens, sequences = measures.survivors(view, weights)
+    if config.token_level_loss:
+        return Survivors(tokens, view.counters["kept_tokens"])
+    return Survivors(sequences, view.counters["kept_sequences"])
+
+
+def _check_inputs(
+    scores: TokenScores, batch: Batch, counts: Counts, config: LossConfig, filtering_on: bool
+) -> None:
+    """Say what is missing before anything is computed from it."""
+    missing = [
+        (
+            batch.prev_logprobs is None and not config.force_on_policy_ratio,
+            "batch.prev_logprobs: run a score pass, or set force_on_policy_ratio=True",
+        ),
+        (
+            batch.generation_logprobs is None,
+            "batch.generation_logprobs: have the sampler return them; they are never guessed",
+        ),
+        (
+            config.kl_on and batch.reference_logprobs is None,
+            "batch.reference_logprobs: run a reference pass, or set reference_policy_kl_penalty=0",
+        ),
+        (
+            config.kl_on and filtering_on and scores.unfiltered is None,
+            "scores.unfiltered: the KL term compares unfiltered log-probabilities; ask "
+            "token_scores for them",
+        ),
+        (
+            config.positive_nll_on and batch.rewards is None,
+            "batch.rewards: positive_example_nll_weight reads them; set it to 0",
+        ),
+        (
+            config.positive_nll_on
+            and counts.positives is None
+            and not config.positive_nll_local_count,
+            "counts.positives: count them over the global batch with masks.count",
+        ),
+        (
+            config.entropy_bonus_on and scores.entropy is None,
+            "scores.entropy: entropy_bonus reads it; ask token_scores for it",
+        ),
+        (
+            config.truncated_is_normalization == "survivors"
+            and config.kl_on
+            and counts.survivors is None,
+            "counts.survivors: with a KL term, truncated_is_normalization='survivors' needs the "
+            "survivors before the loss; add survivor_counts over the micro-batches",
+        ),
+    ]
+    for wrong, message in missing:
+        if wrong:
+            raise ValueError(f"the loss needs {message}")
+
+
+def _rows_loss(
+    scores: TokenScores,
+    batch: Batch,
+    counts: Counts,
+    config: LossConfig,
+    filtering_on: bool,
+    max_segments: int,
+) -> tuple[Array, Metrics]:
+    """The loss of some rows: everything between the door and the sum over rows."""
+    view = exclusion.view_batch(scores, batch, config, filtering_on, max_segments)
+    terms = _surrogate_terms(view, config)
+    weights = _importance_weights(view, config)
+    denominators = _denominators(counts, config)
+    corrected = terms.loss
+    if config.use_importance_sampling_correction:
+        corrected = weights.weights * terms.loss
+    actor = _reduce(corrected, view.actor, denominators.actor, view, config)
+    kl_term = _kl_term(scores, batch, denominators.kl, view, config)
+    nll = _positive_nll(batch, counts, view, config)
+    entropy = _entropy_term(scores, denominators.actor, view, config)
+    loss = (
+        actor
+        + config.reference_policy_kl_penalty * kl_term
+        + config.positive_example_nll_weight * nll
+        - config.entropy_bonus * entropy
+    )
+    parts = {
+        "loss": loss,
+        "actor_loss": actor,
+        "kl_penalty": kl_term,
+        "positive_nll_loss": nll,
+        "entropy_term": entropy,
+    }
+    metrics = parts | view.counters | measures.measure(scores, view, terms, weights, config)
+    return loss, jax.lax.stop_gradient(diagnostics.select_level(metrics, config))
+
+
+def _surrogate_terms(view: exclusion.View, config: LossConfig) -> surrogates.Terms:
+    """Ratio and objective of each token, before weights and reduction."""
+    sequences = view.sequences
+
+    def sequence_mean(values: Array) -> Array:
+        return sequences.spread(sequences.mean(values, view.actor.tokens))
+
+    log_ratio = view.current - view.previous
+    if config.sequence_level_importance_ratios:
+        log_ratio = sequence_mean(log_ratio)
+    looked_at = surrogates.View(log_ratio, view.current, view.advantages, sequence_mean)
+    return surrogates.SURROGATES[config.surrogate](looked_at, config)
+
+
+def _importance_weights(view: exclusion.View, config: LossConfig) -> corrections.Weights:
+    return corrections.importance_weights(
+        view.previous, view.generation, view.actor, view.sequences, config
+    )
+
+
+def _denominators(counts: Counts, config: LossConfig) -> Survivors:
+    """What the actor and the KL terms divide by."""
+    if counts.survivors is not None:
+        return Survivors(*counts.survivors)
+    total = counts.tokens if config.token_level_loss else counts.sequences
+    return Survivors(total, total)
+
+
+def _reduce(
+    values: Array,
+    used: masks.ActorMasks,
+    denominator: Array,
+    view: exclusion.View,
+    config: LossConfig,
+) -> Array:
+    """Reduce a loss per token to the partial sum that this config divides.
+
+        token:     Σ x m / N_tok
+        sequence:  Σ_i m_s (Σ_t x m_t / Σ_t m_t) / N_seq
+        Dr. GRPO:  Σ_i m_s (Σ_t x m_t / L) / N_seq       N_seq counts sequences, L is a constant
+
+    Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv:2503.20783.
+    """
+    if config.token_level_loss:
+        return jnp.sum(values * used.weights) / (denominator + reductions.EPSILON)
+    if config.loss_normalizer is None:
+        rows = view.sequences.mean(values, used.tokens)
+    else:
+        rows = view.sequences.sum(values * used.tokens) / config.loss_normalizer
+    return jnp.sum(rows * used.sequences) / (denominator + reductions.EPSILON)
+
+
+def _kl_term(
+    scores: TokenScores, batch: Batch, denominator: Array, view: exclusion.View, config: LossConfig
+) -> Array:
+    """Reduced KL to the frozen reference, without β, over every token but rejected sequences.
+
+        w = e^(c − sg(c)), or e^(c − g) with the on-policy approximation
+        k = clip(w · estimator(clip(r − c)))
+
+    c is unfiltered, so tokens outside the actor's support keep their KL.
+    """
+    if not config.kl_on:
+        return jnp.zeros((), view.current.dtype)
+    dtype, on = view.current.dtype, view.whole.weights != 0
+    unfiltered = scores.logprobs if scores.unfiltered is None else scores.unfiltered
+    current = jnp.where(on, unfiltered.astype(dtype), 0)
+    reference = jax.lax.stop_gradient(batch.reference_logprobs).astype(dtype)
+    reference = jnp.where(on, reference, 0)
+    baseline = jax.lax.stop_gradient(current)
+    if config.use_on_policy_kl_approximation:
+        generation = jax.lax.stop_gradient(batch.generation_logprobs).astype(dtype)
+        baseline = jnp.where(on, generation, 0)
+    per_token = kl.calculate_kl(
+        current,
+        reference,
+        config.reference_policy_kl_type,
+        input_clamp=config.kl_input_clamp_value,
+        output_clamp=config.kl_output_clamp_value,
+        weights=_kl_weight(current - baseline),
+    )
+    return _reduce(per_token, view.whole, denominator, view, config)
+
+
+def _kl_weight(log_weight: Array) -> Array:
+    """exp, except that what the number type cannot hold becomes 0 with zero gradient."""
+    limit = jnp.log(jnp.finfo(log_weight.dtype).max)
+    over = log_weight > limit
+    return jnp.where(over, 0, jnp.exp(jnp.where(over, 0, log_weight)))
+
+
+def _positive_nll(batch: Batch, counts: Counts, view: exclusion.View, config: LossConfig) -> Array:
+    """Negative log-likelihood of the sequences that were right.
+
+        L = −Σ c m 1[reward > 0] / n⁺      n⁺ from the whole global batch
+
+    Source: VAPO, Yue et al. 2025, arXiv:2504.05118.
+    """
+    if not config.positive_nll_on:
+        return jnp.zeros((), view.current.dtype)
+    positive = jnp.where(batch.rewards > 0, view.actor.weights, 0)
+    total = jnp.sum(positive) if config.positive_nll_local_count else counts.positives
+    return -jnp.sum(view.current * positive) / (total + reductions.EPSILON)
+
+
+def _entropy_term(
+    scores: TokenScores, denominator: Array, view: exclusion.View, config: LossConfig
+) -> Array:
+    """Mean entropy of the policy at the actor's tokens, nats; the loss subtracts it.
+
+    Source: Mnih et al. 2016, arXiv:1602.01783.
+    """
+    if not config.entropy_bonus_on:
+        return jnp.zeros((), view.current.dtype)
+    entropy = jnp.where(view.actor.weights != 0, scores.entropy.astype(view.current.dtype), 0)
+    return _reduce(entropy, view.actor, denominator, view, config)
