@@ -1,0 +1,193 @@
+"""Collating: which tokens are trained, what is counted, and parts of static shape that add up."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.data import trajectories
+from grpo_jax.data.trajectories import collate, count, cut_completions
+
+EOS = 2
+
+
+def rows(n=5, width=12, seed=0):
+    """Random rows whose padding equals the end token, with garbage log-probabilities there."""
+    rng = np.random.default_rng(seed)
+    prompts, completions = rng.integers(1, 5, n), rng.integers(1, width - 5, n)
+    tokens = rng.integers(3, 50, (n, width))
+    for i in range(n):
+        tokens[i, prompts[i] + completions[i] - 1 :] = EOS
+    inside = np.arange(width) < (prompts + completions)[:, None]
+    logprobs = np.where(inside, rng.normal(size=(n, width)), np.nan)
+    return tokens, prompts, completions, logprobs
+
+
+def batch(n=5, width=12, seed=0, **options):
+    rng = np.random.default_rng(seed + 1)
+    options.setdefault("advantages", rng.normal(size=n))
+    return collate(*rows(n, width, seed), **options)
+
+
+def same(a, b):
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_exactly_the_generated_tokens_are_trained_with_their_advantage():
+    tokens, prompts, completions, logprobs = rows()
+    advantages = np.arange(1.0, 6.0)
+    out = collate(tokens, prompts, completions, logprobs, advantages=advantages)
+    for i in range(5):
+        start, end = prompts[i], prompts[i] + completions[i]
+        assert np.flatnonzero(out.token_mask[i]).tolist() == list(range(start, end))
+        assert out.advantages[i].tolist() == [
+            advantages[i] if start <= t < end else 0 for t in range(out.tokens.shape[1])
+        ]
+        assert out.generation_logprobs[i, start:end] == pytest.approx(logprobs[i, start:end])
+        assert out.segment_ids[i].tolist() == [int(t < end) for t in range(out.tokens.shape[1])]
+        assert out.positions[i, :end].tolist() == list(range(end))
+    assert np.isfinite(out.generation_logprobs).all()  # NaN outside the completion is not read
+    assert out.tokens.shape[1] == (prompts + completions).max()
+
+
+def test_the_end_token_is_trained_where_padding_has_the_same_id():
+    tokens = np.array([[5, 6, 7, EOS, EOS, EOS]])
+    out = collate(tokens, [2], [2], np.zeros((1, 6)), advantages=[1.0], length=6)
+    assert out.token_mask.tolist() == [[False, False, True, True, False, False]]
+    assert out.tokens[0, 3] == EOS
+
+
+def test_the_first_token_of_a_sequence_is_never_trained():
+    out = collate(np.ones((1, 3)), [0], [3], np.zeros((1, 3)), advantages=[1.0])
+    assert out.token_mask.tolist() == [[False, True, True]]
+
+
+def test_spans_that_the_policy_did_not_write_are_left_out():
+    # a b T T c of the public report: two tool tokens inside the completion
+    trained = np.array([[True, True, True, False, False, True]])
+    out = collate(np.ones((1, 6)), [1], [5], np.zeros((1, 6)), advantages=[1.0], trained=trained)
+    assert out.token_mask.tolist() == [[False, True, True, False, False, True]]
+    assert count(out).tokens == 3
+
+
+def test_widths_are_static_and_rows_that_do_not_fit_are_refused():
+    assert batch(length_multiple=8).tokens.shape[1] % 8 == 0
+    wide, narrow = batch(length=32), batch()
+    assert wide.tokens.shape[1] == 32
+    width = narrow.tokens.shape[1]
+    assert same(jax.tree.map(lambda x: x[:, :width], wide), narrow)
+    with pytest.raises(ValueError, match="does not fit length=3; raise length"):
+        batch(length=3)
+    with pytest.raises(ValueError, match="claims 9 tokens but the arrays are 4 wide"):
+        collate(np.ones((1, 4)), [4], [5], np.zeros((1, 4)), advantages=[0.0])
+    with pytest.raises(ValueError, match="length_multiple=0 is not positive"):
+        batch(length_multiple=0)
+
+
+def test_counts_follow_the_formula_with_fractional_weights():
+    weights, rewards = np.array([1.0, 0.0, 0.25, 1.0, 0.5]), np.array([1.0, 1.0, 0.0, -1.0, 2.0])
+    _, _, completions, _ = rows()
+    counts = count(batch(sample_weights=weights, rewards=rewards))
+    assert counts.tokens == np.float32((weights * completions).sum())
+    assert counts.sequences == np.float32(weights.sum())
+    assert counts.positives == np.float32((weights * completions)[rewards > 0].sum())
+    assert count(batch()).positives is None
+
+
+def test_counts_above_two_to_the_24_are_rounded_once():
+    """A running float32 sum would lose every single token above 2^24."""
+    weights = np.array([2.0**24, 1, 1, 1, 1])
+    assert np.float32(2**24) + np.float32(1) == np.float32(2**24)
+    assert count(batch(sample_weights=weights)).sequences == 2**24 + 4
+
+
+def test_counts_of_an_empty_batch_are_zero():
+    counts = count(batch(sample_weights=np.zeros(5)))
+    assert counts.tokens == 0 and counts.sequences == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_parts_have_one_shape_and_add_up_to_the_whole(size):
+    whole = batch(sample_weights=np.array([1, 0, 0.25, 1, 0.5]), rewards=np.ones(5))
+    parts = trajectories.split_rows(whole, size)
+    assert {part.tokens.shape[0] for part in parts} == {size}
+    assert trajectories.sum_counts([count(part) for part in parts]) == count(whole)
+    joined = jax.tree.map(lambda *x: np.concatenate(x)[:5], *parts)
+    assert same(joined, whole)
+    padding = jax.tree.map(lambda *x: np.concatenate(x)[5:], *parts)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(padding))
+    stacked = trajectories.stack_micro_batches(whole, size)
+    assert stacked.tokens.shape == (len(parts), size, whole.tokens.shape[1])
+
+
+def test_parts_of_no_rows_and_too_few_rows_are_refused():
+    with pytest.raises(ValueError, match="rows=0 is not positive"):
+        trajectories.split_rows(batch(), 0)
+    with pytest.raises(ValueError, match="5 rows, more than rows=4"):
+        trajectories.pad_rows(batch(), 4)
+
+
+def test_row_order_changes_nothing_but_the_order():
+    tokens, prompts, completions, logprobs = rows()
+    order, advantages = np.array([3, 0, 4, 1, 2]), np.arange(5.0)
+    a = collate(tokens, prompts, completions, logprobs, advantages=advantages)
+    b = collate(
+        tokens[order], prompts[order], completions[order], logprobs[order],
+        advantages=advantages[order],
+    )  # fmt: skip
+    assert same(trajectories.take_rows(a, order), b)
+    assert count(a) == count(b)
+
+
+@pytest.mark.parametrize(
+    "ids, mask",
+    [
+        ([11, 12, 2, 0, 0], [1, 1, 1, 0, 0]),
+        ([11, 12, 13, 14, 15], [1, 1, 1, 1, 1]),
+        ([2, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
+        ([11, 2, 12, 2, 0], [1, 1, 0, 0, 0]),
+    ],
+)
+def test_a24_the_completion_ends_with_its_first_end_token(ids, mask):
+    (kept,), _ = cut_completions([ids], 5, [2])
+    assert [int(i < len(kept)) for i in range(5)] == mask
+
+
+def test_a25_every_end_token_ends_a_completion():
+    (kept,), reasons = cut_completions([[9, 106, 7, 1]], 4, [1, 106])
+    assert kept.tolist() == [9, 106] and reasons == ["stop"]
+
+
+def test_a26_the_stop_reason_is_decided_before_the_cut():
+    generated = [[5, 6, 7, 8, 9, 2], [5, 6, 7, 2], [5, 6, 7, 8], [5, 6]]
+    kept, reasons = cut_completions(generated, 4, [2])
+    assert reasons == ["length", "stop", "length", "other"]
+    assert [len(k) for k in kept] == [4, 4, 4, 2]
+
+
+def test_ragged_rows_are_assembled_token_aligned():
+    out = trajectories.assemble(
+        [np.array([5, 6]), np.array([7])], [[8], [9, 10, 11]], [[-1.0], [-2.0, -3.0, -4.0]],
+        pad_id=99, length_multiple=3,
+    )  # fmt: skip
+    assert out.tokens.tolist() == [[5, 6, 8, 99, 99, 99], [7, 9, 10, 11, 99, 99]]
+    assert out.logprobs.tolist() == [[0, 0, -1, 0, 0, 0], [0, -2, -3, -4, 0, 0]]
+    batch = collate(*out, advantages=np.ones(2))
+    assert count(batch).tokens == 4
+
+
+def test_a08_a_completion_without_all_its_log_probabilities_is_refused():
+    with pytest.raises(ValueError, match="row 0 has 2 completion tokens but 1 log-probabilities"):
+        trajectories.assemble([[1]], [[2, 3]], [[-1.0]], pad_id=0)
+
+
+def test_a_thousand_long_completions_collate_in_well_under_a_second():
+    rng = np.random.default_rng(0)
+    tokens, logprobs = rng.integers(0, 99, (1024, 576)), rng.normal(size=(1024, 576))
+    lengths = rng.integers(1, 513, 1024)
+    start = time.perf_counter()
+    count(collate(tokens, np.full(1024, 64), lengths, logprobs, advantages=np.ones(1024)))
+    assert time.perf_counter() - start < 1.0  # measured 0.05 s
