@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.core import kl, masks, reductions
+from grpo_jax.core import arithmetic, masks, reductions
 from grpo_jax.core.loss_config import LossConfig
 
 
@@ -115,8 +115,8 @@ def _weight(log_weight: Array, config: LossConfig) -> tuple[Array, Array]:
     with `importance_weight_overflow="truncate"` it stays large, so that `tis` can bound it.
     """
     if config.importance_weight_overflow == "truncate":
-        limit = kl.largest_exponent(log_weight.dtype)
-        return kl.capped_exp(log_weight), log_weight > limit
+        limit = arithmetic.largest_exponent(log_weight.dtype)
+        return arithmetic.capped_exp(log_weight), log_weight > limit
     value = jnp.exp(log_weight)
     overflow = jnp.isposinf(value)
     return jnp.where(overflow, 0, value), overflow

@@ -9,39 +9,13 @@ For a token drawn from the policy, with d = log p_ref − log p:
 Source: J. Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html.
 """
 
-import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-KLType = Literal["k1", "k2", "k3"]
-
-
-def clip_through(values: Array, low: Array | float, high: Array | float) -> Array:
-    """Clip with torch's derivative: 1 inside and on the bounds, 0 strictly outside.
-
-    `jnp.clip` gives 1/2 on a bound, which shows wherever a ratio sits exactly on 1 ± ε.
-    """
-    inside = (values >= low) & (values <= high)
-    return jnp.where(inside, values, jax.lax.stop_gradient(jnp.clip(values, low, high)))
-
-
-def largest_exponent(dtype: jnp.dtype) -> float:
-    """The exponent above which we do not follow `exp`: e^8 below the largest number of the type."""
-    return math.log(float(jnp.finfo(dtype).max)) - 8.0
-
-
-def capped_exp(exponent: Array, cap: Array | float | None = None) -> Array:
-    """`exp(min(x, cap))` for finite x: finite in value and gradient (0 beyond the cap).
-
-    Infinite and NaN exponents are faults of the input and pass through, so that they stay visible.
-    """
-    cap = largest_exponent(exponent.dtype) if cap is None else cap
-    over = (exponent > cap) & jnp.isfinite(exponent)
-    return jnp.exp(jnp.where(over, jnp.asarray(cap, exponent.dtype), exponent))
+from grpo_jax.core import arithmetic
 
 
 def _k1(difference: Array) -> Array:
@@ -55,9 +29,7 @@ def _k2(difference: Array) -> Array:
 def _k3(difference: Array) -> Array:
     # e^d − 1 − d, written with expm1: the plain form cancels near d = 0 and goes negative.
     # Without an input clamp the exponent stops where the number type does.
-    cap = largest_exponent(difference.dtype)
-    over = (difference > cap) & jnp.isfinite(difference)
-    return jnp.expm1(jnp.where(over, cap, difference)) - difference
+    return jnp.expm1(arithmetic.cap_exponent(difference)) - difference
 
 
 ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": _k1, "k2": _k2, "k3": _k3}
@@ -70,7 +42,7 @@ def check_kl_type(kl_type: str, key: str = "kl_type") -> None:
       ValueError: `kl_type` is not one of k1, k2, k3.
     """
     if kl_type not in ESTIMATORS:
-        raise ValueError(f"{key}={kl_type!r} is unknown; use one of {', '.join(get_args(KLType))}")
+        raise ValueError(f"{key}={kl_type!r} is unknown; use one of {', '.join(ESTIMATORS)}")
 
 
 def calculate_kl(
@@ -100,8 +72,8 @@ def calculate_kl(
         inside = (difference >= -input_clamp) & (difference <= input_clamp)
         if weights is not None:
             weights = jnp.where(inside, weights, jax.lax.stop_gradient(weights))
-        difference = clip_through(difference, -input_clamp, input_clamp)
+        difference = arithmetic.clip_through(difference, -input_clamp, input_clamp)
     kl = ESTIMATORS[kl_type](difference)
     if weights is not None:
         kl = weights * kl
-    return kl if output_clamp is None else clip_through(kl, -output_clamp, output_clamp)
+    return kl if output_clamp is None else arithmetic.clip_through(kl, -output_clamp, output_clamp)

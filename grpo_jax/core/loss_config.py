@@ -11,8 +11,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from grpo_jax.core import kl
-
+KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis", "geo-rs", "product-rs"]
 Objective = Literal["sapo", "gmpo"]
 
@@ -44,7 +43,7 @@ class LossConfig:
     """Dual clip: a negative advantage never costs more than this times its size; above 1."""
     reference_policy_kl_penalty: float = 0.01
     """beta, the weight of the KL term."""
-    reference_policy_kl_type: kl.KLType = "k3"
+    reference_policy_kl_type: KLType = "k3"
     """Estimator of the KL term, and of the two sampler-mismatch metrics."""
     kl_input_clamp_value: float | None = 20.0
     """Bound on the log-ratio that enters the KL, nats; None is off."""

@@ -9,7 +9,7 @@ importance weight, ρ ratio.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from grpo_jax.core import diagnostics, kl
+from grpo_jax.core import arithmetic, diagnostics, kl
 from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.corrections import Weights
 from grpo_jax.core.diagnostics import Metrics
@@ -66,10 +66,9 @@ def _correction(view: View, weights: Weights, config: LossConfig) -> Metrics:
         "sampling_importance_ratio": jnp.sum(weights.weights * m),
     }
     if config.sequence_level_importance_ratios:
-        rows = view.sequences.mean(weights.weights, view.actor.tokens)
-        # A sequence without tokens has the empty product, 1.
-        empty = view.sequences.sum(view.actor.tokens) == 0
-        metrics["sampling_importance_ratio"] = jnp.sum(jnp.where(empty, 1, rows) * m_s)
+        # One value a response, the same at each of its tokens.
+        rows = view.sequences.max(weights.weights)
+        metrics["sampling_importance_ratio"] = jnp.sum(rows * m_s)
     if config.truncated_importance_sampling_type is not None:
         touched = jnp.sum(jnp.where(weights.touched, m, 0))
         metrics["is_oob_token_ratio"] = metrics["is_oob_ratio"] = touched
@@ -82,7 +81,7 @@ def _agreement(view: View) -> Metrics:
     """token_mult_prob_error = Σ e^(|g − p| m) m."""
     m = view.actor.weights
     gap = jnp.abs(view.generation - view.previous)
-    return {"token_mult_prob_error": jnp.sum(kl.capped_exp(gap * m) * m)}
+    return {"token_mult_prob_error": jnp.sum(arithmetic.capped_exp(gap * m) * m)}
 
 
 def _mismatch(view: View, config: LossConfig) -> Metrics:
@@ -141,7 +140,7 @@ def _weights(view: View, weights: Weights) -> Metrics:
 def _policy(scores: TokenScores, view: View) -> Metrics:
     """Entropy and kept mass. approx_entropy = −Σ e^(c − g) c m, from the sampled tokens alone."""
     m = view.actor.weights
-    weight = kl.capped_exp(view.current - view.generation)
+    weight = arithmetic.capped_exp(view.current - view.generation)
     metrics = {"approx_entropy": -jnp.sum(weight * view.current * m)}
     if scores.entropy is not None:
         metrics["entropy"] = jnp.sum(jnp.where(m != 0, scores.entropy, 0).astype(m.dtype) * m)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from grpo_jax.core import kl
+from grpo_jax.core import arithmetic
 from grpo_jax.core.loss_config import LossConfig
 
 
@@ -61,8 +61,8 @@ def ppo(view: View, config: LossConfig) -> Terms:
     Source: Schulman et al. 2017, arXiv:1707.06347; asymmetric bounds: Yu et al. 2025 (DAPO),
     arXiv:2503.14476; response ratios: Zheng et al. 2025 (GSPO), arXiv:2507.18071.
     """
-    ratio = kl.capped_exp(view.log_ratio, config.log_ratio_cap)
-    clipped = kl.clip_through(ratio, *_interval(config))
+    ratio = arithmetic.capped_exp(view.log_ratio, config.log_ratio_cap)
+    clipped = arithmetic.clip_through(ratio, *_interval(config))
     plain, bounded = -view.advantages * ratio, -view.advantages * clipped
     # On a tie both branches have the same derivative, so taking one equals torch's two halves.
     loss = jnp.where(plain >= bounded, plain, bounded)
@@ -95,8 +95,8 @@ def cispo(view: View, config: LossConfig) -> Terms:
 
     Tokens outside the interval keep their gradient. Source: MiniMax-M1 2025, arXiv:2506.13585.
     """
-    ratio = kl.capped_exp(view.log_ratio, config.log_ratio_cap)
-    clipped = kl.clip_through(ratio, *_interval(config))
+    ratio = arithmetic.capped_exp(view.log_ratio, config.log_ratio_cap)
+    clipped = arithmetic.clip_through(ratio, *_interval(config))
     return Terms(-view.advantages * jax.lax.stop_gradient(clipped) * view.logprobs, ratio, clipped)
 
 
@@ -108,7 +108,7 @@ def sapo(view: View, config: LossConfig) -> Terms:
     At ρ = 1 the gradient is that of PPO; away from it the weight 4 σ(1 − σ) falls off smoothly.
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347.
     """
-    ratio = kl.capped_exp(view.log_ratio, config.log_ratio_cap)
+    ratio = arithmetic.capped_exp(view.log_ratio, config.log_ratio_cap)
     temperature = jnp.where(
         view.advantages > 0, config.sapo_temperature_positive, config.sapo_temperature_negative
     )
@@ -129,12 +129,12 @@ def gmpo(view: View, config: LossConfig) -> Terms:
     log_ratio = view.log_ratio
     clipped = jnp.where(
         view.advantages > 0,
-        kl.clip_through(log_ratio, -jnp.inf, high),
-        kl.clip_through(log_ratio, low, jnp.inf),
+        arithmetic.clip_through(log_ratio, -jnp.inf, high),
+        arithmetic.clip_through(log_ratio, low, jnp.inf),
     )
     cap = config.log_ratio_cap
-    geometric = kl.capped_exp(view.sequence_mean(clipped), cap)
-    unclipped = kl.capped_exp(view.sequence_mean(jax.lax.stop_gradient(log_ratio)), cap)
+    geometric = arithmetic.capped_exp(view.sequence_mean(clipped), cap)
+    unclipped = arithmetic.capped_exp(view.sequence_mean(jax.lax.stop_gradient(log_ratio)), cap)
     return Terms(-view.advantages * geometric, unclipped, geometric)
 
 
