@@ -5,6 +5,7 @@ import numpy as np
 
 from grpo_jax.core import advantages, estimators_group
 from grpo_jax.core.advantages import AdvantageConfig, AdvantageInputs
+from grpo_jax.train import filters
 
 NAMES = {"raw_reward": "raw"}
 
@@ -81,18 +82,21 @@ def group_ids(prompts):
 
 def seq_error_filter(inputs, params):
     """Sequence filter on the log-probability mismatch of sampler and trainer."""
-    from grpo_jax.train import filters
-
     weights, report = filters.sequence_error(
         token_mask=inputs["token_mask"],
         sample_weights=inputs["sample_mask"],
         prev_logprobs=inputs["prev_logprobs"],
         generation_logprobs=inputs["generation_logprobs"],
-        rewards=inputs["rewards"],
+        correct=filters.is_correct(inputs["rewards"], 1.0),
         threshold=params["seq_logprob_error_threshold"],
         filtering_on=params["filtering_on"],
     )
-    return {"sample_mask": weights, "metrics": {**report.metrics, **report.counts()}}
+    metrics = {
+        **report.extra,
+        "num_masked_seqs": int(report.removed_weight),
+        "masked_correct_pct": report.metrics()["filters/sequence_error/removed_correct_share"],
+    }
+    return {"sample_mask": weights, "metrics": metrics}
 
 
 def advantage_clip(inputs, config):
@@ -101,17 +105,24 @@ def advantage_clip(inputs, config):
     return {"advantages": advantages.clip(inputs["advantages"], low, high)}
 
 
+def check_gdpo_config(config):
+    """Raise unless there are two components or more, and one weight for each."""
+    rewards = {name: np.zeros(2) for name in config["components"]}
+    estimators_group.weigh_components(rewards, config["reward_weights"])
+
+
+def check_opd_config(config):
+    """Raise unless student and teacher log-probabilities are both there."""
+    names = {"teacher_logprobs": "teacher_logprobs", "prev_logprobs": "policy_logprobs"}
+    missing = {names[name] for name, value in config.items() if value is None}
+    given = {name: np.zeros((1, 2)) for name in names.values() if name not in missing}
+    inputs = AdvantageInputs(np.zeros(1), np.zeros(1, int), mask=np.ones((1, 2)), **given)
+    advantages.compute(AdvantageConfig(estimator="opd"), inputs)
+
+
 def check_config(kind, config):
     """Raise for the configurations of this room that must be rejected."""
-    if kind == "gdpo_config":
-        rewards = {name: np.zeros(2) for name in config["components"]}
-        weights = config["reward_weights"]
-        estimators_group.weigh_components(rewards, weights)
-    elif kind == "opd_config":
-        names = {"teacher_logprobs": "teacher_logprobs", "prev_logprobs": "policy_logprobs"}
-        missing = {names[name] for name, value in config.items() if value is None}
-        given = {name: np.zeros((1, 2)) for name in names.values() if name not in missing}
-        inputs = AdvantageInputs(np.zeros(1), np.zeros(1, int), mask=np.ones((1, 2)), **given)
-        advantages.compute(AdvantageConfig(estimator="opd"), inputs)
-    else:
+    checks = {"gdpo_config": check_gdpo_config, "opd_config": check_opd_config}
+    if kind not in checks:
         raise NotImplementedError(kind)
+    checks[kind](config)
