@@ -46,7 +46,7 @@ class AdvantageConfig:
     minus_baseline: bool = True  # subtract the group's mean
     # reinforce_plus_plus, gae
     kl_in_reward: float = 0.0  # coefficient of the KL penalty inside the reward, 0 = off
-    kl_in_reward_type: kl.KLType = "k3"
+    kl_in_reward_type: Literal["k1", "k2", "k3"] = "k3"
     # gae, raw
     normalize_advantages: bool = True
     # gae

@@ -254,7 +254,7 @@ def votes(scored: np.ndarray, weights: np.ndarray, *, filtered_rows_vote: bool) 
     """bool[N]: rows that count in their group's baseline.
 
     An unscored row never does. A row that a filter removed does by default, as in the torch
-    reference; without its vote a group of truncated failures would no longer pull its baseline down.
+    reference: without its vote, truncated failures would no longer pull their baseline down.
     """
     scored = np.asarray(scored, bool)
     return scored if filtered_rows_vote else scored & (np.asarray(weights) != 0)
