@@ -120,19 +120,21 @@ def histogram(
     return jnp.concatenate([total, above]) - jnp.concatenate([above, jnp.zeros_like(total)])
 
 
-def _quantile(bins: Array, level: float) -> Array:
-    """The ratio below which a share `level` of the histogram lies, to the width of a bin.
+def _quantiles(bins: Array) -> Metrics:
+    """The ratios below which given shares of the histogram lie, to the width of a bin.
 
     Interpolated inside the bin; the open bins at the ends answer with their only edge.
     """
     edges = jnp.asarray((EDGES[0], *EDGES, EDGES[-1]), bins.dtype)
-    total = jnp.sum(bins)
     reached = jnp.cumsum(bins)
-    index = jnp.argmax(reached >= level * total)
-    inside = level * total - (reached[index] - bins[index])
-    share = jnp.where(bins[index] > 0, inside / jnp.where(bins[index] > 0, bins[index], 1), 0)
+    wanted = jnp.asarray(QUANTILES, bins.dtype) * reached[-1]
+    index = jnp.argmax(reached[None, :] >= wanted[:, None], axis=1)
+    held = bins[index]
+    share = (wanted - (reached[index] - held)) / jnp.where(held > 0, held, 1)
     log_ratio = edges[index] + share * (edges[index + 1] - edges[index])
-    return jnp.where(total > 0, jnp.exp(log_ratio), 1.0)
+    ratios = jnp.where(reached[-1] > 0, jnp.exp(log_ratio), 1.0)
+    names = (f"is_geometric_ratio_q{level * 100:02.0f}" for level in QUANTILES)
+    return dict(zip(names, ratios, strict=True))
 
 
 def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
@@ -225,9 +227,7 @@ def finalize_metrics(
     for name, value in metrics.items():
         entry = TABLE[name]
         if name == "is_geometric_ratio_histogram":
-            result |= {
-                f"is_geometric_ratio_q{q * 100:02.0f}": _quantile(value, q) for q in QUANTILES
-            }
+            result |= _quantiles(value)
             continue
         if entry.normaliser == "loss":
             result[name] = value * scale if rescale else value

@@ -49,13 +49,10 @@ def view_batch(
     counters = {
         "batch_tokens": jnp.sum(whole.weights),
         "batch_sequences": jnp.sum(whole.sequences),
-        "policy_support_excluded_tokens": jnp.zeros((), dtype),
     }
-    actor = whole
+    actor, valid = whole, jnp.ones(whole.weights.shape, bool)
     if filtering_on:
         valid = masks.policy_support(current, previous, generation)
-        excluded = (whole.weights != 0) & ~valid
-        counters["policy_support_excluded_tokens"] = jnp.sum(excluded, dtype=dtype)
         actor = masks.narrow(whole, valid, sequences)
     if config.seq_logprob_error_in_loss:
         keep = _agreement(actor, previous, generation, sequences, config)
@@ -63,14 +60,24 @@ def view_batch(
         counters |= _rejection_counters(actor, left)
         actor, whole = left, masks.keep_sequences(whole, keep, sequences)
     counters |= {
+        # A rejected sequence counts as filtered before the loss: its tokens are not "excluded".
+        "policy_support_excluded_tokens": jnp.sum((whole.weights != 0) & ~valid, dtype=dtype),
         "kept_tokens": jnp.sum(whole.weights),
         "kept_sequences": jnp.sum(whole.sequences),
         "retained_tokens": jnp.sum(actor.weights),
         "num_valid_samples": jnp.sum(actor.sequences),
     }
-    values = (current, previous, generation, batch.advantages.astype(dtype))
-    clean = (jnp.where(actor.weights != 0, value, 0) for value in values)
-    return View(*clean, actor, whole, sequences, counters)
+    on = actor.weights != 0
+    return View(
+        current=jnp.where(on, current, 0),
+        previous=jnp.where(on, previous, 0),
+        generation=jnp.where(on, generation, 0),
+        advantages=jnp.where(on, batch.advantages, 0).astype(dtype),
+        actor=actor,
+        whole=whole,
+        sequences=sequences,
+        counters=counters,
+    )
 
 
 def _previous(current: Array, batch: Batch, config: LossConfig) -> Array:
@@ -98,6 +105,7 @@ def _agreement(
     error = jnp.exp(gap * actor.weights)
     total = sequences.sum(jnp.where(actor.weights != 0, error * actor.weights, 0))
     mean = total / jnp.maximum(sequences.sum(actor.weights), 1)
+    assert config.seq_logprob_error_threshold is not None  # LossConfig has checked it
     return mean <= config.seq_logprob_error_threshold
 
 

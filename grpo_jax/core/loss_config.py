@@ -9,7 +9,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeGuard
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis", "geo-rs", "product-rs"]
@@ -145,7 +145,7 @@ class LossConfig:
         return self.truncated_importance_sampling_type in SEQUENCE_TYPES
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """An ordinary number, as opposed to None, a flag, or a traced scalar."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
@@ -154,7 +154,7 @@ def _is_zero(value: Any) -> bool:
     return _is_number(value) and value == 0
 
 
-def _refuse(key: str, value: Any, reason: str) -> None:
+def _refuse(key: str, value: Any, reason: str) -> NoReturn:
     raise ValueError(f"{key}={value!r} {reason}")
 
 

@@ -28,6 +28,7 @@ Symbols: c current log-probability, p previous one, g sampler's, r frozen refere
 m token weight, m_t token mask, m_s sequence weight, N counts, `B` rows, `T` tokens, `S` slots.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -42,6 +43,7 @@ from grpo_jax.core import (
     masks,
     measures,
     reductions,
+    row_blocks,
     surrogates,
 )
 from grpo_jax.core.batch import Batch, Counts, TokenScores
@@ -79,8 +81,7 @@ def clipped_pg_loss(
       filtering_on: top-k, top-p or min-p was active, so −inf means "outside the support" and the
         token leaves the actor loss. False: −inf is a fault and stays visible.
       max_segments: most sequences packed in one row; 1 when rows are not packed.
-      row_block: walk the rows in blocks of this many (a divisor of B near it): temporaries of a
-        block instead of the batch. Values do not change beyond the order of summation.
+      row_block: walk the rows in blocks of at most this many; see `row_blocks`. None: all at once.
 
     Returns:
       The loss, and raw metrics for `diagnostics.finalize_metrics`.
@@ -90,8 +91,10 @@ def clipped_pg_loss(
     """
     _check_inputs(scores, batch, counts, config, filtering_on)
     reductions.check_slots(batch.segment_ids, max_segments)
-    del row_block
-    return _rows_loss(scores, batch, counts, config, filtering_on, max_segments)
+    rows_loss = functools.partial(_rows_loss, filtering_on=filtering_on, max_segments=max_segments)
+    if row_block is None or config.positive_nll_local_count:
+        return rows_loss(scores, batch, counts, config)
+    return row_blocks.in_blocks(rows_loss, scores, batch, counts, config, row_block)
 
 
 def survivor_counts(
@@ -179,6 +182,7 @@ def _rows_loss(
     batch: Batch,
     counts: Counts,
     config: LossConfig,
+    *,
     filtering_on: bool,
     max_segments: int,
 ) -> tuple[Array, Metrics]:
@@ -207,8 +211,12 @@ def _rows_loss(
         "positive_nll_loss": nll,
         "entropy_term": entropy,
     }
-    metrics = parts | view.counters | measures.measure(scores, view, terms, weights, config)
-    return loss, jax.lax.stop_gradient(diagnostics.select_level(metrics, config))
+    still = jax.lax.stop_gradient
+    view = view._replace(current=still(view.current))
+    measured = measures.measure(
+        scores, view, surrogates.Terms(*still(tuple(terms))), weights, config
+    )
+    return loss, still(diagnostics.select_level(parts | view.counters | measured, config))
 
 
 def _surrogate_terms(view: exclusion.View, config: LossConfig) -> surrogates.Terms:
@@ -278,6 +286,7 @@ def _kl_term(
     dtype, on = view.current.dtype, view.whole.weights != 0
     unfiltered = scores.logprobs if scores.unfiltered is None else scores.unfiltered
     current = jnp.where(on, unfiltered.astype(dtype), 0)
+    assert batch.reference_logprobs is not None  # checked at the door
     reference = jax.lax.stop_gradient(batch.reference_logprobs).astype(dtype)
     reference = jnp.where(on, reference, 0)
     baseline = jax.lax.stop_gradient(current)
@@ -311,8 +320,11 @@ def _positive_nll(batch: Batch, counts: Counts, view: exclusion.View, config: Lo
     """
     if not config.positive_nll_on:
         return jnp.zeros((), view.current.dtype)
+    assert batch.rewards is not None  # checked at the door
     positive = jnp.where(batch.rewards > 0, view.actor.weights, 0)
-    total = jnp.sum(positive) if config.positive_nll_local_count else counts.positives
+    total = counts.positives
+    if config.positive_nll_local_count or total is None:
+        total = jnp.sum(positive)
     return -jnp.sum(view.current * positive) / (total + reductions.EPSILON)
 
 
@@ -325,5 +337,6 @@ def _entropy_term(
     """
     if not config.entropy_bonus_on:
         return jnp.zeros((), view.current.dtype)
+    assert scores.entropy is not None  # checked at the door
     entropy = jnp.where(view.actor.weights != 0, scores.entropy.astype(view.current.dtype), 0)
     return _reduce(entropy, view.actor, denominator, view, config)

@@ -8,8 +8,9 @@ Symbols: `B` rows, `T` tokens a row, `S` sequence slots a row (a static number).
 
 from typing import NamedTuple
 
-import jax
+import jax.core as jax_core
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 EPSILON = 1e-8
@@ -109,9 +110,10 @@ def check_slots(segment_ids: Array, slots: int) -> None:
       ValueError: a concrete `segment_ids` has a number above `slots`. Under `jit` the numbers are
         not there to be read, so check a batch once on the host.
     """
-    if isinstance(segment_ids, jax.core.Tracer):
+    addressable = getattr(segment_ids, "is_fully_addressable", True)
+    if isinstance(segment_ids, jax_core.Tracer) or not addressable:
         return
-    most = int(jnp.max(segment_ids, initial=0))
+    most = int(np.max(np.asarray(segment_ids), initial=0))
     if most > slots:
         raise ValueError(
             f"a row holds {most} sequences but max_segments={slots}; "
