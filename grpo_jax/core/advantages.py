@@ -272,7 +272,7 @@ def _gae(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
     """Generalised advantage estimates, with separate λ for the critic and the policy if asked."""
     mask = _need("mask", inputs.mask, config)
     values = np.asarray(_need("values", inputs.values, config), np.float64)
-    rewards = estimators_token.place_at_end(inputs.rewards, mask) - _kl_penalty(config, inputs)
+    rewards = estimators_token.place_at_end(_rewards(inputs), mask) - _kl_penalty(config, inputs)
 
     def traces(decay: float | np.ndarray) -> np.ndarray:
         return estimators_token.discounted_traces(rewards, values, mask, config.gae_gamma, decay)
@@ -296,10 +296,10 @@ def _opd(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
     gap, raw, valid = estimators_token.distillation_gap(student, teacher, mask, alpha)
     weights = np.where(valid, mask, 0)
     if config.subtract_global_baseline:
-        gap = np.where(valid, gap - estimators_token.moments(gap, weights, all_sum)[0], 0)
+        gap = np.where(valid, gap - estimators_token.mean(gap, weights, all_sum), 0)
     mean, std = estimators_token.moments(gap, weights, all_sum)
     metrics = {
-        "teacher_student_logprob_gap_mean": estimators_token.moments(raw, weights, all_sum)[0],
+        "teacher_student_logprob_gap_mean": estimators_token.mean(raw, weights, all_sum),
         "adv_mean": mean,
         "adv_std": std,
     }
@@ -311,7 +311,7 @@ def _opd(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
 def _raw(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
     """A_t = r, whitened over all tokens if asked."""
     mask = _need("mask", inputs.mask, config)
-    rewards = np.asarray(inputs.rewards, np.float64)
+    rewards = _rewards(inputs)
     tokens = np.broadcast_to(rewards[:, None], mask.shape)
     if config.normalize_advantages:
         tokens = estimators_token.whiten(tokens, mask, all_sum)
@@ -344,7 +344,13 @@ def _compare(
         tolerance=config.constant_tolerance,
         reference_std=config.reference_leave_one_out_std,
     )
-    return np.asarray(rewards, np.float64), stats
+    rows = len(stats.baseline)
+    return estimators_group.finite_rewards("rewards", rewards, rows, inputs.valid), stats
+
+
+def _rewards(inputs: AdvantageInputs) -> np.ndarray:
+    rows = len(inputs.groups)
+    return estimators_group.finite_rewards("rewards", inputs.rewards, rows, inputs.valid)
 
 
 def _kl_penalty(config: AdvantageConfig, inputs: AdvantageInputs) -> np.ndarray | float:

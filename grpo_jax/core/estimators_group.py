@@ -60,8 +60,10 @@ def group_statistics(
       reference_std: decide on s_i row by row, and divide by V − 1 for rows without a vote too, as
         the torch reference does.
     """
-    rewards = _vector("rewards", rewards, len(groups))
-    spread = rewards if std_rewards is None else _vector("std_rewards", std_rewards, len(groups))
+    rewards = finite_rewards("rewards", rewards, len(groups), valid)
+    spread = rewards
+    if std_rewards is not None:
+        spread = finite_rewards("std_rewards", std_rewards, len(groups), valid)
     votes = np.ones(len(groups), bool) if valid is None else np.asarray(valid) != 0
     out = GroupStatistics(
         rewards.copy(),
@@ -90,18 +92,26 @@ def group_statistics(
     return out
 
 
-def _vector(name: str, values: np.ndarray, rows: int) -> np.ndarray:
-    """f64[N], finite: a NaN would silently decide the whole group."""
+def finite_rewards(
+    name: str, values: np.ndarray, rows: int, valid: np.ndarray | None
+) -> np.ndarray:
+    """f64[N]; a row without a vote may hold anything, and counts as 0 if it is not finite.
+
+    Raises:
+      ValueError: wrong shape, or a valid row whose reward is not finite: it would silently decide
+        its whole group.
+    """
     values = np.asarray(values, np.float64)
     if values.shape != (rows,):
         raise ValueError(f"{name} has shape {values.shape}, the groups have ({rows},)")
-    bad = np.flatnonzero(~np.isfinite(values))
+    strange = ~np.isfinite(values)
+    bad = np.flatnonzero(strange if valid is None else strange & (np.asarray(valid) != 0))
     if bad.size:
         raise ValueError(
             f"{name}[{bad[0]}] = {values[bad[0]]} is not finite ({bad.size} such rows); "
-            "score it, or set it to 0 and mark the row invalid"
+            "score it, or mark the row invalid and give it weight 0"
         )
-    return values
+    return np.where(strange, 0.0, values)
 
 
 def _blocks(groups: np.ndarray, keys: tuple[np.ndarray, ...]) -> list[np.ndarray]:

@@ -164,6 +164,14 @@ def _pad_teacher(teacher: np.ndarray, width: int) -> np.ndarray:
     return np.pad(teacher, ((0, 0), (0, width - teacher.shape[1])))
 
 
+def mean(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> float:
+    """Mean over a mask; 0 where it is empty, infinite where a value is."""
+    keep = mask != 0
+    m = np.asarray(mask, np.float64)[keep]
+    total, count = all_sum(np.array([(m * values[keep]).sum(), m.sum()]))
+    return float(total / count) if count > 0 else 0.0
+
+
 def moments(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> tuple[float, float]:
     """Mean and sample standard deviation over a mask; 0 and 0 where too little is left."""
     mean, variance, count = _moments(values, mask, all_sum, 0.0)
