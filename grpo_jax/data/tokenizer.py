@@ -6,9 +6,12 @@ a tokenizer whose padding equals its end token loses nothing.
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 
@@ -38,6 +41,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids."""
+        ...
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:
+        """Return the text of each row of ids."""
         ...
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
@@ -79,6 +86,8 @@ class HFTokenizer:
 
     def __init__(self, path: str | Path, config: TokenizerConfig | None = None):
         config = config or TokenizerConfig()
+        # Without torch, transformers would advise to install it; a tokenizer does not need it.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer  # here: importing it takes seconds
 
         try:
@@ -111,10 +120,18 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of ids, exactly as the tokens spell it."""
         return self._tokenizer.decode(
-            [int(i) for i in ids],
+            np.asarray(ids).tolist(),
             skip_special_tokens=skip_special,
             clean_up_tokenization_spaces=False,
         )
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:
+        """Return the text of each row of ids."""
+        lists = [np.asarray(row).tolist() for row in rows]
+        if self._tokenizer.is_fast:  # all rows in one call into Rust
+            backend = self._tokenizer.backend_tokenizer
+            return backend.decode_batch(lists, skip_special_tokens=skip_special)
+        return [self.decode(row, skip_special) for row in lists]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return the chat template's text for a conversation."""
@@ -198,6 +215,10 @@ class ByteTokenizer:
             elif not skip_special:
                 out += self._SPECIAL[int(i)].encode()
         return out.decode("utf-8", errors="replace")
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:
+        """Return the text of each row of ids."""
+        return [self.decode(row, skip_special) for row in rows]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return `<|im_start|>role\\ncontent<|im_end|>\\n` for each message."""

@@ -95,19 +95,22 @@ def count(batch: Batch) -> Counts:
     """Count what the loss divides by, over a whole global batch.
 
         tokens    = Σ token_mask · sample_weights
-        sequences = Σ over sequences of sample_weights
+        sequences = Σ over sequences with a trained token of sample_weights
         positives = Σ token_mask · sample_weights over sequences with reward > 0
 
     Summed in float64 and rounded once to float32, so no count is lost above 2²⁴ tokens.
     """
     mask, weights = np.asarray(batch.token_mask), np.asarray(batch.sample_weights, np.float64)
-    first = (np.asarray(batch.segment_ids) > 0) & (np.asarray(batch.positions) == 0)
+    segments = np.asarray(batch.segment_ids)
+    row, column = np.nonzero(mask)
+    by_sequence = np.zeros((mask.shape[0], int(segments.max(initial=0)) + 1))
+    by_sequence[row, segments[row, column]] = weights[row, column]  # constant inside a sequence
     positives = None
     if batch.rewards is not None:
         positives = np.float32(weights[mask & (np.asarray(batch.rewards) > 0)].sum())
     return Counts(
         tokens=_numpy(np.float32(weights[mask].sum())),
-        sequences=_numpy(np.float32(weights[first].sum())),
+        sequences=_numpy(np.float32(by_sequence.sum())),
         positives=_numpy(positives),
     )
 

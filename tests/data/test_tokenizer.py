@@ -148,6 +148,14 @@ def test_bytes_round_trip_with_special_tokens():
     assert sum(tokenizer.message_ids(TALK), []) == tokenizer._raw_ids(tokenizer.render(TALK, False))
 
 
+def test_rows_decode_together_as_they_do_alone(words):
+    for tokenizer in (words, ByteTokenizer()):
+        rows = [tokenizer.encode_chat(TALK), tokenizer.encode("hi"), []]
+        for skip in (True, False):
+            alone = [tokenizer.decode(row, skip) for row in rows]
+            assert tokenizer.decode_batch(rows, skip) == alone
+
+
 def test_byte_tokenizer_saves_a_marker(tmp_path):
     ByteTokenizer().save(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"]

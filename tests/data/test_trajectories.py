@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_jax.core import masks
 from grpo_jax.data import trajectories
+from grpo_jax.data.packing import PackingConfig, pack_batch
 from grpo_jax.data.trajectories import collate, count, cut_completions
 
 EOS = 2
@@ -102,6 +104,21 @@ def test_counts_above_two_to_the_24_are_rounded_once():
     weights = np.array([2.0**24, 1, 1, 1, 1])
     assert np.float32(2**24) + np.float32(1) == np.float32(2**24)
     assert count(batch(sample_weights=weights)).sequences == 2**24 + 4
+
+
+def test_a02_a_sequence_without_a_trained_token_does_not_count():
+    trained = np.ones((5, 12), bool)
+    trained[2] = False
+    assert count(batch(trained=trained)).sequences == 4
+
+
+def test_the_hosts_counts_equal_the_devices():
+    options = {"sample_weights": np.array([1, 0, 0.25, 1, 0.5]), "rewards": np.arange(5.0) - 1}
+    whole = batch(**options)
+    for part, slots in ((whole, 1), (pack_batch(whole, PackingConfig(row_length=24))[0], 5)):
+        device = masks.count(part, max_segments=slots)
+        for host, other in zip(count(part), device, strict=True):
+            assert host == other or (host is None and other is None)
 
 
 def test_counts_of_an_empty_batch_are_zero():

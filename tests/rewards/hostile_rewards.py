@@ -1,0 +1,75 @@
+"""Rewards that misbehave on demand: the completion says how."""
+
+import os
+import signal
+import sys
+import time
+
+
+def act(sample, bonus=0.0):
+    """Do what the completion asks for; otherwise score its number."""
+    return {
+        "raise": _raise,
+        "hang": _hang,
+        "hang outside python": _hang_outside_python,
+        "swallow": _swallow,
+        "die": lambda: os._exit(3),
+        "nan": lambda: float("nan"),
+        "inf": lambda: float("inf"),
+        "none": lambda: None,
+        "text": lambda: "not a number",
+        "hog": lambda: bytearray(1 << 40)[0],
+        "print": lambda: print("in the way") or 0.5,
+        "jax": lambda: float("jax" in sys.modules),
+        "zero score": lambda: {"score": 0.0, "reward": 0.7},
+        "no score": lambda: {"score": None, "reward": 0.7},
+        "recurse": _recurse,
+        "slow": lambda: time.sleep(0.2) or 1.0,
+    }.get(sample.completion, lambda: float(sample.completion) + bonus)()
+
+
+def always_one(sample):
+    """Score 1."""
+    return 1.0
+
+
+def needs_task(sample, table):
+    """Look the answer up."""
+    return table[sample.example.answer]
+
+
+class Counter:
+    """A reward with state: built once in each worker."""
+
+    def __init__(self, start):
+        self.value = start
+
+    def __call__(self, sample):
+        self.value += 1
+        return float(self.value)
+
+
+def _raise():
+    raise KeyError("oh no")
+
+
+def _hang():
+    while True:
+        pass
+
+
+def _swallow():
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:  # a broad handler must not swallow the time limit
+            pass
+
+
+def _hang_outside_python():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    time.sleep(600)
+
+
+def _recurse():
+    return _recurse()
