@@ -22,13 +22,11 @@ _FAMILIES = {
         "baseline_std",
         "advantage",
         "seq_error_filter",
-        "reward_shaping",
-        "reward_scaling",
         "advantage_clip",
-        "check_reward_shaping_config",
         "check_gdpo_config",
         "check_opd_config",
     ),
+    "adapter_rewards": ("reward_shaping", "reward_scaling", "check_reward_shaping_config"),
     "adapter_packing": ("pack", "check_packer_config"),
 }
 

@@ -23,8 +23,11 @@ def reward_scaling(inputs, config):
     return {k: shaping.scale(np.asarray(v), config) for k, v in inputs.items()}
 
 
-def check_config(kind, config):
+def check_reward_shaping_config(config):
     """Raise where a reward-shaping configuration must be rejected."""
-    if kind != "reward_shaping_config":
-        raise NotImplementedError
+    shaping.ShapingConfig(**config)
+
+
+def check_reward_shaping_config(config):
+    """Raise where a reward-shaping configuration must be rejected."""
     shaping.ShapingConfig(**config)
