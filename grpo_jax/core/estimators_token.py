@@ -103,17 +103,17 @@ def discounted_traces(
     nor costs a discount. At a masked token the value of the next trained one is returned.
     """
     rows, width = mask.shape
-    traces = np.empty((rows, width))
+    trained = np.ascontiguousarray((mask != 0).T)  # [T, N]: one step of the loop is contiguous
+    v = np.where(trained, values.T, 0)
+    r = np.where(trained, rewards.T, 0)
+    traces = np.empty((width, rows))
     next_value, trace = np.zeros(rows), np.zeros(rows)
-    trained = mask != 0
     for t in range(width - 1, -1, -1):
-        on = trained[:, t]
-        value = np.where(on, values[:, t], 0)
-        delta = np.where(on, rewards[:, t], 0) + gamma * next_value - value
-        trace = np.where(on, delta + gamma * decay * trace, trace)
-        next_value = np.where(on, value, next_value)
-        traces[:, t] = trace
-    return traces
+        delta = r[t] + gamma * next_value - v[t]
+        trace = np.where(trained[t], delta + gamma * decay * trace, trace)
+        next_value = np.where(trained[t], v[t], next_value)
+        traces[t] = trace
+    return np.ascontiguousarray(traces.T)
 
 
 def length_adaptive_decay(mask: np.ndarray, alpha: float) -> np.ndarray:
