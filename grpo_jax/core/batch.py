@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 
 @flax.struct.dataclass
@@ -32,7 +31,9 @@ class Counts(NamedTuple):
 
     tokens: jax.Array  # sum of token_mask * sample_weights
     sequences: jax.Array  # sum of sample_weights over sequences
-    positives: jax.Array | None = None  # trained tokens of sequences with reward > 0 (NLL term only)
+    positives: jax.Array | None = (
+        None  # trained tokens of sequences with reward > 0 (NLL term only)
+    )
     survivors: jax.Array | None = None  # trained tokens or sequences a filter left, where asked for
 
 
@@ -43,11 +44,3 @@ class TokenScores(NamedTuple):
     unfiltered: jax.Array | None = None  # f32[B, T] nats, temperature only
     entropy: jax.Array | None = None  # f32[B, T] nats, of the unfiltered distribution
     kept_mass: jax.Array | None = None  # f32[B, T] fraction of probability inside the filter
-
-
-def pad_rows(batch: Batch, rows: int) -> Batch:
-    """Append all-padding rows until the batch has `rows` of them; they carry no weight anywhere."""
-    missing = rows - batch.tokens.shape[0]
-    if missing < 0:
-        raise ValueError(f"the batch has {batch.tokens.shape[0]} rows, more than rows={rows}")
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, missing), (0, 0))), batch)

@@ -1,0 +1,206 @@
+"""The command line: `grpo-jax train | eval | sample | config | export`.
+
+Every command takes a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import tyro
+
+from grpo_jax import config as configs
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train with GRPO; resumes the run folder if it holds an unfinished run."""
+    config = parse(argv, "train")
+    from grpo_jax import run
+
+    return run.train(config)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Evaluate a model, or a run's newest checkpoint, on the held-out prompts of a config."""
+    config, options = parse_with(argv, "eval", EvalOptions)
+    from grpo_jax import run
+
+    return run.evaluate_model(
+        config, checkpoint=options.checkpoint, step=options.step, out=options.out
+    )
+
+
+def sample(argv: Sequence[str]) -> int:
+    """Print completions of a prompt of your own, with their log-probabilities."""
+    config, options = parse_with(argv, "sample", SampleOptions)
+    from grpo_jax import run
+
+    return run.sample(config, **dataclasses.asdict(options))
+
+
+def show_config(argv: Sequence[str]) -> int:
+    """Check a config and print every key of it, defaults and overrides resolved."""
+    config = parse(argv, "config")
+    print(configs.dump(config), end="")
+    for warning in configs.validate(config):
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a checkpoint of a run as a Hugging Face folder."""
+    options = tyro.cli(ExportOptions, args=list(argv), prog="grpo-jax export")
+    from grpo_jax import run
+
+    return run.export(options.run, options.out, step=options.step, dtype=options.dtype)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "eval": evaluate,
+    "sample": sample,
+    "config": show_config,
+    "export": export,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """What to evaluate."""
+
+    checkpoint: str | None = None
+    """Run folder whose checkpoint is evaluated; without it the model of the config is."""
+    step: int | None = None
+    """Step of the checkpoint; the newest one by default."""
+    out: str | None = None
+    """File for the results as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleOptions:
+    """What to sample."""
+
+    prompt: str
+    """The user's message."""
+    completions: int = 4
+    """How many completions to draw."""
+    checkpoint: str | None = None
+    """Run folder whose checkpoint is sampled from; without it the model of the config is."""
+    step: int | None = None
+    """Step of the checkpoint; the newest one by default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Write a checkpoint of a run as a Hugging Face folder."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Run folder."""
+    out: Annotated[str, tyro.conf.Positional]
+    """Folder to write; it must not exist yet."""
+    step: int | None = None
+    """Step of the checkpoint; the newest one by default."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+
+
+def parse(argv: Sequence[str], command: str) -> configs.Config:
+    """Read `CONFIG [--section.key value ...]`."""
+    return parse_with(argv, command, None)[0]
+
+
+def parse_with(argv: Sequence[str], command: str, options: type | None):
+    """Read `CONFIG [options] [--section.key value ...]` into config and options."""
+    argv = list(argv)
+    path = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    wants_help = "--help" in argv or "-h" in argv
+    if path is None and not wants_help:
+        raise configs.ConfigError(
+            f"grpo-jax {command} needs a config file first, e.g. "
+            f"`grpo-jax {command} configs/quickstart.yaml`"
+        )
+    base = configs.load(path)
+    prog = f"grpo-jax {command} {path or 'CONFIG'}"
+    if options is None:
+        _check_keys(argv, set(configs.keys(base)))
+        return _cli(configs.Config, argv, prog, default=base), None
+    known = {field.name for field in dataclasses.fields(options)}
+    own, rest = _split(argv, known)
+    if wants_help:
+        own, rest = ["--help"], []
+    chosen = _cli(options, own, prog)
+    _check_keys(rest, set(configs.keys(base)))
+    return _cli(configs.Config, rest, prog, default=base), chosen
+
+
+def _cli(cls: type, argv: list[str], prog: str, default=None):
+    kwargs = {} if default is None else {"default": default}
+    return tyro.cli(cls, args=argv, prog=prog, **kwargs)
+
+
+def _split(argv: list[str], names: set[str]) -> tuple[list[str], list[str]]:
+    """Separate `--name value` pairs of a command from those of the config."""
+    own: list[str] = []
+    rest: list[str] = []
+    target = rest
+    for word in argv:
+        if word.startswith("--"):
+            target = own if word[2:].split("=")[0].replace("-", "_") in names else rest
+        target.append(word)
+    return own, rest
+
+
+def _check_keys(argv: Sequence[str], known: set[str]) -> None:
+    """Name the nearest key for a mistyped override, before the parser only says it is unknown."""
+    for word in argv:
+        if not word.startswith("--") or word == "--help":
+            continue
+        name = word[2:].split("=")[0].replace("-", "_")
+        positive = ".".join(part.removeprefix("no_") for part in name.split("."))
+        if name not in known and positive not in known:
+            raise configs.ConfigError(
+                f"unknown override --{name}.{configs.nearest(name, known)} "
+                "`grpo-jax config CONFIG` prints every key"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; wrong input ends in one line on stderr and exit status 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else EXIT_USAGE
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        close = configs.nearest(name, COMMANDS)
+        print(f"grpo-jax: unknown command {name!r}.{close}\n\n{usage()}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return COMMANDS[name](rest)
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        if os.environ.get("GRPO_JAX_TRACEBACK"):
+            raise
+        print(f"grpo-jax {name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def usage() -> str:
+    """The text of `grpo-jax --help`."""
+    lines = ["usage: grpo-jax COMMAND CONFIG [--section.key value ...]", "", "commands:"]
+    lines += [f"  {name:<8} {(f.__doc__ or '').splitlines()[0]}" for name, f in COMMANDS.items()]
+    lines += [
+        "",
+        "`grpo-jax COMMAND --help` lists every key of the config with its default;",
+        "configs/base.yaml explains them. GRPO_JAX_TRACEBACK=1 shows where an error came from.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

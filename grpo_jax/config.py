@@ -1,0 +1,280 @@
+"""One tree of frozen dataclasses, read from YAML and from the command line.
+
+Each module owns its own section; this file composes them, loads them, and checks what no single
+section can see. Nobody else reads YAML.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from grpo_jax.core.advantages import AdvantageConfig, validate_group_size
+from grpo_jax.core.losses import LossConfig
+from grpo_jax.data.prompts import PromptConfig
+from grpo_jax.data.tokenizer import TokenizerConfig
+from grpo_jax.models.presets import Dtype, Remat
+from grpo_jax.rewards.scoring import RewardConfig
+from grpo_jax.rewards.shaping import ShapingConfig
+from grpo_jax.sampling.engine import EngineConfig
+from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.scale.mesh import MeshConfig
+from grpo_jax.train.checkpoint import CheckpointConfig
+from grpo_jax.train.evaluate import EvaluateConfig
+from grpo_jax.train.filters import FiltersConfig
+from grpo_jax.train.loop import RunConfig
+from grpo_jax.train.optimizer import OptimizerConfig
+from grpo_jax.train.reporting import ReportConfig
+from grpo_jax.train.rollout import RolloutConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says which key, why, and the way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """Which weights are trained, and how they are computed with; the masters are float32."""
+
+    path: str = "models/SmolLM2-135M-Instruct"  # Hugging Face folder
+    compute_dtype: Dtype = "float32"  # of activations: float32 or bfloat16
+    remat: Remat = "none"  # what the backward pass recomputes inside each layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything a run is decided by. `configs/base.yaml` lists every key with its default."""
+
+    run: RunConfig = RunConfig()
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: PromptConfig = PromptConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    filters: FiltersConfig = FiltersConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss_fn: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+    mesh: MeshConfig = MeshConfig()
+
+
+def load(path: str | Path | None = None) -> Config:
+    """Read a YAML file over the defaults; `None` gives the defaults."""
+    if path is None:
+        return Config()
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} is not there; see configs/ for examples")
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {str(path)!r} is not valid YAML: {error}") from error
+    return from_dict(data, source=str(path))
+
+
+def from_dict(data: Mapping[str, Any], source: str = "config") -> Config:
+    """Build a `Config` from nested plain values, naming every key that does not belong."""
+    return _convert(data, Config, "", source)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values that `from_dict` turns back into an equal config."""
+    return _plain(dataclasses.asdict(config))
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key that the command line understands, e.g. `optimizer.lr`."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            yield from keys(value, name + ".")
+        elif isinstance(value, tuple) and any(dataclasses.is_dataclass(v) for v in value):
+            for i, item in enumerate(value):
+                yield from keys(item, f"{name}.{i}.")
+        else:
+            yield name
+            if isinstance(value, Mapping):
+                yield from (f"{name}.{key}" for key in value)
+
+
+def differences(a: Config, b: Config, ignore: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, apart from those that start with a prefix in `ignore`."""
+    left, right = _flatten(to_dict(a)), _flatten(to_dict(b))
+    names = (
+        [k for k in {**left, **right} if not k.startswith(ignore)] if ignore else {**left, **right}
+    )
+    missing = object()
+    return {
+        k: (left.get(k), right.get(k))
+        for k in names
+        if left.get(k, missing) != right.get(k, missing)
+    }
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing when no known name is close."""
+    known = list(known)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not match:  # the right word in the wrong section
+        tail = name.rsplit(".", 1)[-1]
+        match = [k for k in known if k.rsplit(".", 1)[-1] == tail][:1]
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        parts = (_flatten(v, f"{prefix}{k}.") for k, v in value.items())
+        return {k: v for part in parts for k, v in part.items()}
+    return {prefix[:-1]: value}
+
+
+def _convert(value: Any, hint: Any, where: str, source: str) -> Any:
+    """Turn plain YAML values into what the type `hint` asks for, or say what is wrong with them."""
+    if dataclasses.is_dataclass(hint):
+        return _convert_dataclass(value, typing.cast(type, hint), where, source)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, hint, args, where, source)
+    if origin is Literal:
+        if value not in args:
+            close = nearest(str(value), [str(a) for a in args])
+            raise ConfigError(
+                f"{source}: {where} = {value!r} is not one of {', '.join(map(repr, args))}.{close}"
+            )
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong_type(value, "a list", where, source)
+        inner = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(inner) != len(value):
+            raise _wrong_type(value, f"a list of {len(inner)}", where, source)
+        pairs = enumerate(zip(value, inner, strict=True))
+        return tuple(_convert(v, t, f"{where}[{i}]", source) for i, (v, t) in pairs)
+    if origin in (dict, Mapping) or hint is dict:
+        if not isinstance(value, Mapping):
+            raise _wrong_type(value, "a mapping", where, source)
+        return dict(value)
+    return _convert_scalar(value, hint, where, source)
+
+
+def _convert_dataclass(value: Any, cls: type, where: str, source: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise _wrong_type(value, "a mapping of keys", where or "the top level", source)
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    prefix = f"{where}." if where else ""
+    for key in value:
+        if key not in names:
+            close = nearest(str(key), names) or nearest(f"{prefix}{key}", keys(Config()))
+            raise ConfigError(
+                f"{source}: unknown key '{prefix}{key}'.{close} "
+                f"Keys here: {', '.join(sorted(names))}."
+            )
+    fields = {k: _convert(v, hints[k], f"{prefix}{k}", source) for k, v in value.items()}
+    try:
+        return cls(**fields)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{source}: {where or 'config'}: {error}") from error
+
+
+def _convert_union(value: Any, hint: Any, args: tuple, where: str, source: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    errors = []
+    for arg in (a for a in args if a is not type(None)):
+        try:
+            return _convert(value, arg, where, source)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0] if len(errors) == 1 else _wrong_type(value, str(hint), where, source)
+
+
+def _convert_scalar(value: Any, hint: Any, where: str, source: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
+        try:
+            value = float(value)
+        except ValueError:
+            raise _wrong_type(value, "a number", where, source) from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+        raise _wrong_type(value, words.get(hint, str(hint)), where, source)
+    return value
+
+
+def _wrong_type(value: Any, wanted: str, where: str, source: str) -> ConfigError:
+    kind = "nothing" if value is None else type(value).__name__
+    return ConfigError(f"{source}: {where} = {value!r} ({kind}) must be {wanted}")
+
+
+def validate(config: Config) -> list[str]:
+    """Refuse what no section can see by itself; return warnings about what biases training."""
+    rollout, updates = config.rollout, config.rollout.updates_per_rollout
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    try:
+        validate_group_size(config.advantage, rollout.completions_per_prompt)
+    except ValueError as error:
+        raise ConfigError(
+            f"rollout.completions_per_prompt = {rollout.completions_per_prompt}: {error}"
+        ) from error
+    if rows % updates:
+        raise ConfigError(
+            f"rollout.prompts_per_step × rollout.completions_per_prompt = {rows} rows do not "
+            f"divide into rollout.updates_per_rollout = {updates}; use a divisor of {rows}"
+        )
+    micro = rollout.micro_batch_size
+    if (rows // updates) % micro:
+        raise ConfigError(
+            f"rollout.micro_batch_size = {micro} does not divide the {rows // updates} rows of an "
+            f"update; use a divisor of {rows // updates}"
+        )
+    if config.loss_fn.force_on_policy_ratio and updates > 1:
+        raise ConfigError(
+            f"loss_fn.force_on_policy_ratio = true with rollout.updates_per_rollout = {updates}: "
+            "the second update is no longer on-policy; set one of the two back (1 or false)"
+        )
+    return _warnings(config)
+
+
+def _warnings(config: Config) -> list[str]:
+    found = []
+    if config.sampling.filter.active and not config.loss_fn.use_importance_sampling_correction:
+        found.append(
+            "sampling.filter keeps only part of the vocabulary; tokens that fall outside the "
+            "trainer's own kept set leave the loss (policy_support_excluded_tokens counts them)"
+        )
+    if config.sampling.filter.temperature == 0:
+        raise ConfigError(
+            "sampling.filter.temperature = 0 (greedy) gives every completion of a group the same "
+            "text, and nothing to learn from; use a temperature above 0 (evaluation has its own)"
+        )
+    return found

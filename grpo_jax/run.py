@@ -1,0 +1,485 @@
+"""Config -> built objects -> loop: the only place that knows everything."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from grpo_jax import config as configs
+from grpo_jax.config import Config, ConfigError
+from grpo_jax.core.loss_config import LossConfig
+from grpo_jax.core.policy import Params
+from grpo_jax.data import prompts as prompting
+from grpo_jax.data import tokenizer as tokenizers
+from grpo_jax.models import hf
+from grpo_jax.rewards.scoring import Scorer
+from grpo_jax.sampling.engine import NativeEngine
+from grpo_jax.sampling.generate import STOP_REASONS
+from grpo_jax.scale import mesh as meshes
+from grpo_jax.scale import rules
+from grpo_jax.train import checkpoint as checkpointing
+from grpo_jax.train import dump, evaluate, folder, loop, optimizer, prepare, reporting, rollout
+from grpo_jax.train import state as states
+from grpo_jax.train import step as steps
+from grpo_jax.train.state import TrainState
+
+MAY_CHANGE = (
+    "run.steps",
+    "run.dir",
+    "run.resume",
+    "run.export",
+    "report.",
+    "checkpoint.",
+    "reward.workers",
+)
+"""Keys that an unfinished run may be resumed with another value of."""
+EXIT_OK, EXIT_NONFINITE, EXIT_INTERRUPTED = 0, 3, 130
+
+
+class Model(NamedTuple):
+    """A loaded model with its tokenizer and its place on the devices."""
+
+    loaded: hf.LoadedModel
+    tokenizer: tokenizers.Tokenizer
+    mesh: jax.sharding.Mesh
+
+
+def enable_compile_cache(path: Path) -> None:
+    """Keep compiled programs between runs, unless the user has chosen a place already."""
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:
+        jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def load_model(config: Config) -> Model:
+    """Load weights and tokenizer, and check that they belong together."""
+    loaded = hf.load_model(
+        config.model.path,
+        dtype="float32",
+        compute_dtype=config.model.compute_dtype,
+        remat=config.model.remat,
+    )
+    tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
+    if tokenizer.vocab_size > loaded.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
+            f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
+        )
+    return Model(loaded, tokenizer, meshes.make_mesh(config.mesh))
+
+
+def on_policy(loss: LossConfig, updates_per_rollout: int) -> LossConfig:
+    """Use the current forward pass as the previous one where the two are the same numbers.
+
+    With one update a rollout the ratio is exactly 1 in value, with the gradient of the current
+    log-probabilities; a separate pass would compute the same at the price of another forward.
+    """
+    if updates_per_rollout > 1:
+        return loss
+    try:
+        return dataclasses.replace(loss, force_on_policy_ratio=True)
+    except ValueError:  # CISPO keeps its own ratio
+        return loss
+
+
+def build_engine(config: Config, model: Model) -> NativeEngine:
+    """The native sampler for a model."""
+    return NativeEngine(
+        model.loaded.decoder,
+        config.sampling,
+        stop_ids=model.tokenizer.stop_ids,
+        pad_id=model.tokenizer.pad_id,
+        context_length=model.loaded.config.max_length,
+        config=config.engine,
+    )
+
+
+def fingerprint(path: str | Path) -> str:
+    """A short name for the weights in a folder: sizes, and the first and last megabyte of each."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(size - (1 << 20), 0))
+            digest.update(stream.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def train(config: Config, console: Console | None = None) -> int:
+    """Train; returns the exit status. Prints which of starting and resuming it does."""
+    console = console or Console(highlight=False)
+    begin = time.perf_counter()
+    for warning in configs.validate(config):
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    place = Path(config.run.dir)
+    plan = folder.plan(place, config.run.resume, _changed_keys(place, config))
+    console.print(plan.said)
+    enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
+    with Scorer(config.reward) as scorer:  # its workers start while the model loads
+        model = load_model(config)
+        data = prompting.load_prompts(config.data, model.tokenizer)
+        _describe(console, config, model, data)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / folder.CONFIG).write_text(configs.dump(config))
+        return _train(config, console, model, data, scorer, plan, begin)
+
+
+def _train(
+    config: Config,
+    console: Console,
+    model: Model,
+    data: prompting.PromptSets,
+    scorer: Scorer,
+    plan: folder.Plan,
+    begin: float,
+) -> int:
+    place = Path(config.run.dir)
+    checkpointer = checkpointing.Checkpointer(
+        place / folder.CHECKPOINTS, config.checkpoint, say=lambda line: console.print(line)
+    )
+    opt = optimizer.build_optimizer(
+        config.optimizer, config.run.steps * config.rollout.updates_per_rollout
+    )
+    stream = build_stream(config, data)
+    weights = fingerprint(config.model.path)
+    state, places, restored = _state(model, opt, checkpointer if plan.action == "resume" else None)
+    start, notes = 0, {"first": {}, "last": {}, "nonfinite": 0, "weights": weights}
+    if restored is not None:
+        start, notes = restored.step, restored.run["notes"]
+        if notes["weights"] != weights:
+            raise ConfigError(
+                f"model.path = {config.model.path!r} holds other weights than the run began with "
+                f"({weights} instead of {notes['weights']}), so its reference policy would change; "
+                "put the old ones back, or start another run"
+            )
+        stream.restore(restored.run["stream"])
+        console.print(f"going on after step {start} of {config.run.steps}")
+    reporter = reporting.Reporter(
+        place, config.report, config.run.steps, start_step=start, console=console
+    )
+    parts = build_parts(config, model, data, scorer, stream, opt, places, checkpointer, reporter)
+    del model  # its weights now live in the state, and in the reference if there is one
+    console.print(f"set-up took {reporting.duration(time.perf_counter() - begin)}")
+    try:
+        outcome = loop.train(parts, state, config.run, start, notes)
+    except loop.NonFiniteError as error:
+        console.print(f"[red]stopped:[/red] {error}")
+        return EXIT_NONFINITE
+    finally:
+        reporter.close()
+        saved = checkpointer.close()
+    return _finish(config, console, parts, outcome, saved, begin)
+
+
+def build_stream(
+    config: Config, data: prompting.PromptSets
+) -> prompting.PromptStream[prompting.Prompt]:
+    """Training prompts in the order that the seed decides."""
+    return prompting.PromptStream(
+        data.train,
+        int(config.rollout.prompts_per_step * config.filters.batch_multiplier),
+        seed=config.data.seed,
+        remainder=config.data.remainder,
+    )
+
+
+def _state(
+    model: Model, opt: optimizer.Optimizer, checkpointer: checkpointing.Checkpointer | None
+) -> tuple[TrainState, states.Placement, checkpointing.Restored | None]:
+    """The state to begin with, its shardings, and what was restored, if anything was."""
+    shapes = states.abstract(model.loaded.params, opt.transform)
+    places = states.placement(shapes, opt.transform, model.mesh)
+    if checkpointer is not None:
+        restored = checkpointer.restore(states.targets(shapes, places))
+        if restored is not None:
+            return restored.state, places, restored
+    return states.create(model.loaded.params, opt.transform, places), places, None
+
+
+def build_parts(
+    config: Config,
+    model: Model,
+    data: prompting.PromptSets,
+    scorer: Scorer,
+    stream: prompting.PromptStream[prompting.Prompt],
+    opt: optimizer.Optimizer,
+    places: states.Placement,
+    checkpointer: checkpointing.Checkpointer,
+    reporter: reporting.Reporter,
+) -> loop.Parts:
+    """Compile-ready steps and everything around them."""
+    loss = on_policy(config.loss_fn, config.rollout.updates_per_rollout)
+    needs_reference = loss.kl_on or config.advantage.needs_reference
+    needs_previous = (
+        not loss.force_on_policy_ratio
+        or config.filters.seq_logprob_error_threshold is not None
+        or config.advantage.needs_policy_logprobs
+    )
+    filter_config, policy = config.sampling.filter, model.loaded.policy
+    shards = meshes.row_shards(model.mesh)
+    rows = config.rollout.rows // config.rollout.updates_per_rollout
+    unit = config.rollout.micro_batch_size * shards
+    if rows % unit:
+        raise ConfigError(
+            f"the {rows} rows of an update do not divide over rollout.micro_batch_size = "
+            f"{config.rollout.micro_batch_size} rows × {shards} devices; use a multiple of {unit}"
+        )
+    chunk = config.rollout.head_chunk
+
+    def score(unfiltered: bool) -> steps.ScoreStep:
+        return steps.make_score_step(
+            policy,
+            filter_config,
+            unfiltered=unfiltered,
+            micro_batches=config.rollout.rows // unit,
+            chunk_size=chunk,
+            places=places,
+        )
+
+    return loop.Parts(
+        engine=build_engine(config, model),
+        sampling=config.sampling,
+        tokenizer=model.tokenizer,
+        scorer=scorer,
+        stream=stream,
+        held_out=data.held_out,
+        rollout=config.rollout,
+        evaluate=config.evaluate,
+        rules=prepare.Rules(config.shaping, config.filters, config.advantage, filter_config.active),
+        train_step=steps.make_train_step(
+            policy,
+            opt,
+            loss,
+            filter_config,
+            micro_batches=rows // unit,
+            chunk_size=chunk,
+            places=places,
+        ),
+        score_previous=score(unfiltered=False) if needs_previous else None,
+        score_reference=score(unfiltered=True) if needs_reference else None,
+        reference=_reference(model, places) if needs_reference else None,
+        place=lambda batch: rules.place(batch, places.mesh),
+        dump=lambda path, batch, counts: dump.dump_step(path, batch, counts, None, loss),
+        checkpointer=checkpointer,
+        reporter=reporter,
+    )
+
+
+def _reference(model: Model, places: states.Placement) -> Params:
+    return jax.device_put(model.loaded.params, places.state.params)
+
+
+def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings of the run in the folder that are different now, apart from harmless ones."""
+    path = place / folder.CONFIG
+    if not path.exists():
+        return {}
+    try:
+        before = configs.load(path)
+    except ConfigError as error:
+        return {folder.CONFIG: (f"unreadable: {error}", "this version's keys")}
+    return configs.differences(before, config, MAY_CHANGE)
+
+
+def _describe(console: Console, config: Config, model: Model, data: prompting.PromptSets) -> None:
+    """Say in a few lines what is about to be trained on what."""
+    size = sum(x.size for x in jax.tree.leaves(model.loaded.params))
+    devices = model.mesh.devices.ravel()
+    console.print(
+        f"model   {config.model.path} ({size / 1e6:.0f}M parameters, "
+        f"{config.model.compute_dtype}) on {len(devices)} × {devices[0].device_kind}"
+    )
+    skipped = f", {data.too_long} too long and skipped" if data.too_long else ""
+    console.print(
+        f"data    {config.data.source}:{config.data.path or config.data.name}: {len(data.train)} "
+        f"training prompts, {len(data.held_out)} held out{skipped}"
+    )
+    console.print(
+        f"step    {config.rollout.prompts_per_step} prompts × "
+        f"{config.rollout.completions_per_prompt} completions of up to "
+        f"{config.sampling.max_new_tokens} tokens, {config.rollout.updates_per_rollout} update(s)"
+    )
+
+
+def _finish(
+    config: Config,
+    console: Console,
+    parts: loop.Parts,
+    outcome: loop.Outcome,
+    saved: bool,
+    begin: float,
+) -> int:
+    """Say how the run ended, export the weights, and mark the folder."""
+    place = Path(config.run.dir)
+    if outcome.reason == "interrupted":
+        state = f"saved after step {outcome.step}" if saved else "the last save FAILED (see above)"
+        console.print(f"[bold]interrupted[/bold], {state}. The same command goes on from there.")
+        return EXIT_INTERRUPTED
+    if outcome.first and outcome.last:
+        console.print(comparison(outcome.first, outcome.last))
+    if config.run.export:
+        hf.save_model(
+            place / "export",
+            hf.hf_config.read_config(config.model.path),
+            outcome.state.params,
+            companions=config.model.path,
+        )
+        console.print(f"exported the weights to {place / 'export'}")
+    seconds = time.perf_counter() - begin
+    folder.finish(
+        place,
+        {
+            "steps": outcome.step,
+            "reason": outcome.reason,
+            "first": outcome.first,
+            "last": outcome.last,
+            "seconds": seconds,
+        },
+    )
+    console.print(
+        f"[bold]done[/bold] in {reporting.duration(seconds)}: curves in {place / 'run.png'}, "
+        f"completions in {place / 'samples'}, numbers in {place / 'metrics.jsonl'}"
+    )
+    return EXIT_OK
+
+
+def comparison(first: dict[str, float], last: dict[str, float]) -> Table:
+    """Held-out prompts before and after, side by side."""
+    table = Table(title="the same held-out prompts, before and after", title_justify="left")
+    for name in ("", "before", "after", "change"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name in first:
+        if name.endswith(("/low", "/high")) or name not in last:
+            continue
+        a, b = first[name], last[name]
+        table.add_row(
+            name.removeprefix("eval/"),
+            _with_interval(first, name),
+            _with_interval(last, name),
+            f"{b - a:+.3f}",
+        )
+    return table
+
+
+def _with_interval(metrics: dict[str, float], name: str) -> str:
+    text = f"{metrics[name]:.3f}"
+    if f"{name}/low" in metrics:
+        text += f" [{metrics[f'{name}/low']:.3f}, {metrics[f'{name}/high']:.3f}]"
+    return text
+
+
+def evaluate_model(
+    config: Config, checkpoint: str | None = None, step: int | None = None, out: str | None = None
+) -> int:
+    """Evaluate the config's model, or a checkpoint of a run, on the held-out prompts."""
+    console = Console(highlight=False)
+    enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
+    with Scorer(config.reward) as scorer:
+        model = load_model(config)
+        data = prompting.load_prompts(config.data, model.tokenizer)
+        params, source = _weights(model, config, checkpoint, step)
+        console.print(f"evaluating {source} on {len(data.held_out)} held-out prompts …")
+        result = evaluate.evaluate(
+            build_engine(config, model),
+            params,
+            model.tokenizer,
+            scorer,
+            data.held_out,
+            config.evaluate,
+            config.sampling,
+            loop.evaluation_key(jax.random.key(config.run.seed)),
+        )
+    table = Table(title=f"{source} ({reporting.duration(result.seconds)})", title_justify="left")
+    table.add_column("")
+    table.add_column("value [95 % interval]", justify="right")
+    for name in result.metrics:
+        if not name.endswith(("/low", "/high")):
+            table.add_row(name.removeprefix("eval/"), _with_interval(result.metrics, name))
+    console.print(table)
+    if out is not None:
+        Path(out).write_text(json.dumps({"source": source, **result.metrics}, indent=1) + "\n")
+        console.print(f"written to {out}")
+    return EXIT_OK
+
+
+def sample(
+    config: Config,
+    prompt: str,
+    completions: int = 4,
+    checkpoint: str | None = None,
+    step: int | None = None,
+) -> int:
+    """Print completions of one prompt, with the log-probability of each."""
+    console = Console(highlight=False)
+    enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
+    model = load_model(config)
+    params, _ = _weights(model, config, checkpoint, step)
+    example = prompting.Example(prompt=prompt)
+    ids = prompting.encode_prompt(example, model.tokenizer, config.data).ids
+    rows = build_engine(config, model).generate(
+        params, [ids], completions, jax.random.key(config.run.seed)
+    )
+    for i, completion in enumerate(rollout.completion_ids(rows)):
+        reason = STOP_REASONS[int(rows.stop_reasons[i])]
+        nats = float(np.sum(rows.logprobs[i]))
+        console.print(
+            f"[bold]{i + 1}[/bold] [dim]({len(completion)} tokens, ended by {reason}, "
+            f"log-probability {nats:.2f} nats)[/dim]"
+        )
+        console.print(model.tokenizer.decode(completion.tolist()), markup=False)
+    return EXIT_OK
+
+
+def export(run: str, out: str, step: int | None = None, dtype: str = "float32") -> int:
+    """Write a checkpoint of a run as a Hugging Face folder."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype = {dtype!r}; use float32 or bfloat16")
+    if Path(out).exists():
+        raise FileExistsError(f"{out} exists already; name a folder that does not, or remove it")
+    config = _run_config(run)
+    model = load_model(config)
+    params, source = _weights(model, config, run, step)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    hf.save_model(out, model.loaded.config, params, companions=config.model.path)
+    print(f"wrote {source} to {out} ({dtype})")
+    return EXIT_OK
+
+
+def _run_config(run: str) -> Config:
+    path = Path(run) / folder.CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{run} is not a run folder: it has no {folder.CONFIG}")
+    return configs.load(path)
+
+
+def _weights(model: Model, config: Config, run: str | None, step: int | None) -> tuple[Params, str]:
+    """The weights to use, and what to call them."""
+    if run is None:
+        return model.loaded.params, config.model.path
+    trained = _run_config(run)
+    opt = optimizer.build_optimizer(
+        trained.optimizer, trained.run.steps * trained.rollout.updates_per_rollout
+    )
+    shapes = states.abstract(model.loaded.params, opt.transform)
+    places = states.placement(shapes, opt.transform, model.mesh)
+    with checkpointing.Checkpointer(
+        Path(run) / folder.CHECKPOINTS, trained.checkpoint, say=print
+    ) as checkpointer:
+        if step is not None and step not in checkpointer.steps():
+            raise ConfigError(
+                f"{run} has no checkpoint of step {step}; it has {checkpointer.steps()}"
+            )
+        restored = checkpointer.restore(states.targets(shapes, places), step)
+    if restored is None:
+        raise FileNotFoundError(f"{run} holds no checkpoint yet")
+    return restored.state.params, f"step {restored.step} of {run}"

@@ -1,0 +1,274 @@
+"""The loop: rollout, prepare, score, update, report, save. It only calls; each room has its test.
+
+The loop receives built objects and never sees a configuration file. All randomness comes from one
+root key folded with the step, so a resumed run draws what the uninterrupted one would have drawn.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.core.policy import Params
+from grpo_jax.data.prompts import Prompt, PromptStream
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.rewards.scoring import Scorer
+from grpo_jax.sampling.engine import NativeEngine
+from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.train import evaluate as evaluating
+from grpo_jax.train import prepare, reporting
+from grpo_jax.train import rollout as rollouts
+from grpo_jax.train.checkpoint import Checkpointer
+from grpo_jax.train.interrupt import Interrupt
+from grpo_jax.train.state import TrainState
+from grpo_jax.train.step import ScoreStep, TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and how long it goes on."""
+
+    dir: str = "runs/default"  # run folder
+    steps: int = 100  # rollouts in the whole run
+    seed: int = 0  # decides every draw of the sampler
+    resume: Literal["auto", "never"] = "auto"  # auto goes on with an unfinished run in dir
+    export: bool = True  # write the final weights as a Hugging Face folder
+    max_nonfinite: int = 3  # stop after so many steps in a row with a non-finite loss or gradient
+    dump_steps: tuple[int, ...] = ()  # steps whose loss inputs are written for `grpo-jax parity`
+
+    def __post_init__(self):
+        for name in ("steps", "max_nonfinite"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed} is negative; use 0 or more")
+
+
+class Parts(NamedTuple):
+    """Everything a run is made of, built."""
+
+    engine: NativeEngine
+    sampling: SamplingConfig
+    tokenizer: Tokenizer
+    scorer: Scorer
+    stream: PromptStream[Prompt]
+    held_out: list[Prompt]
+    rollout: rollouts.RolloutConfig
+    evaluate: evaluating.EvaluateConfig
+    rules: prepare.Rules
+    train_step: TrainStep
+    score_previous: ScoreStep | None  # None where the current forward pass already says it
+    score_reference: ScoreStep | None  # None without a KL penalty
+    reference: Params | None
+    place: Callable[[Batch], Batch]  # host arrays onto the mesh
+    dump: Callable[[Path, Batch, Counts], Path]
+    checkpointer: Checkpointer
+    reporter: reporting.Reporter
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    state: TrainState
+    step: int  # steps finished
+    reason: Literal["finished", "interrupted", "nonfinite", "target"]
+    first: dict[str, float]  # metrics of the first and
+    last: dict[str, float]  # the last evaluation; empty where there was none
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+def evaluation_key(root: jax.Array) -> jax.Array:
+    """The key of every evaluation: the same draws each time, so that differences mean something."""
+    return jax.random.fold_in(root, 2**31 - 1)
+
+
+def train(
+    parts: Parts, state: TrainState, config: RunConfig, start: int, notes: dict[str, Any]
+) -> Outcome:
+    """Run steps `start + 1 .. config.steps`.
+
+    Args:
+      parts: the built objects.
+      state: parameters, moments and counters; donated.
+      config: how long, and what to do about faults.
+      start: steps already finished.
+      notes: what earlier steps left for later ones: `first`, `last` evaluations and `nonfinite`
+        steps in a row; saved with each checkpoint.
+
+    Returns:
+      The last state and how the run ended. It is saved in every case but a crash.
+
+    Raises:
+      NonFiniteError: `config.max_nonfinite` steps in a row; the last good checkpoint stays.
+    """
+    root, reporter = jax.random.key(config.seed), parts.reporter
+    step, reason = start, "finished"
+    with Interrupt(reporter.say) as interrupt:
+        if start == 0 and parts.evaluate.at_start:
+            notes["first"] = notes["last"] = _evaluate(parts, state, root, 0)
+        reporter.header()
+        while step < config.steps:
+            step += 1
+            state, metrics = _step(parts, state, config, jax.random.fold_in(root, step), step)
+            reporter.step(step, metrics)
+            _watch(metrics, notes, config, parts, step)
+            finished = step == config.steps
+            if _evaluation_due(parts.evaluate, step, finished):
+                notes["last"] = _evaluate(parts, state, root, step)
+            hit = _target_hit(parts.evaluate, notes["last"])
+            stop = finished or hit or interrupt.requested is not None
+            if stop or parts.checkpointer.due(step):
+                _save(parts, state, step, notes, metrics)
+            if stop:
+                reason = "finished" if finished else "target" if hit else "interrupted"
+                break
+    return Outcome(state, step, reason, notes["first"], notes["last"])
+
+
+def _step(
+    parts: Parts, state: TrainState, config: RunConfig, key: jax.Array, step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """One rollout and its updates."""
+    begin = time.perf_counter()
+    parts.reporter.phase("sampling")
+    rollout, gathered = prepare.gather(
+        lambda k: _collect(parts, state.params, k), key, parts.rules, parts.rollout
+    )
+    parts.reporter.phase("scoring")
+    mark = time.perf_counter()
+    weighed = prepare.weigh(rollout, parts.rules)
+    batch = _score(parts, state.params, prepare.collate(rollout, weighed, parts.rollout))
+    prepared = prepare.finish(rollout, weighed, batch, parts.rules)
+    scored = time.perf_counter()
+    parts.reporter.phase("updating")
+    state, updates = _update(parts, state, config, prepared.batch, step)
+    end = time.perf_counter()
+    if parts.reporter.wants_samples(step):
+        rows = prepare.sample_rows(step, rollout, prepared, parts.tokenizer)
+        parts.reporter.samples(step, rows)
+    metrics = rollouts.summary(rollout) | gathered | prepared.metrics | updates
+    metrics |= {f"seconds/{name}": value for name, value in rollout.seconds.items()}
+    metrics |= {
+        "seconds/score": scored - mark,
+        "seconds/update": end - scored,
+        "seconds/step": end - begin,
+        "tokens_per_second": float(np.sum(rollout.rows.completion_lengths)) / (end - begin),
+        "programs/sampler": parts.engine.programs,
+    }
+    return state, metrics
+
+
+def _collect(parts: Parts, params: Params, key: jax.Array) -> rollouts.Rollout:
+    return rollouts.collect(
+        parts.engine,
+        params,
+        parts.tokenizer,
+        parts.scorer,
+        next(parts.stream),
+        parts.rollout.completions_per_prompt,
+        key,
+    )
+
+
+def _score(parts: Parts, params: Params, batch: Batch) -> Batch:
+    """Add previous and reference log-probabilities, each only where the loss reads it."""
+    if parts.score_previous is None and parts.score_reference is None:
+        return batch
+    placed = parts.place(batch)
+    if parts.score_previous is not None:
+        batch = batch.replace(prev_logprobs=jax.device_get(parts.score_previous(params, placed)))
+    if parts.score_reference is not None:
+        batch = batch.replace(
+            reference_logprobs=jax.device_get(parts.score_reference(parts.reference, placed)),
+        )
+    return batch
+
+
+def _update(
+    parts: Parts, state: TrainState, config: RunConfig, batch: Batch, step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """Run the optimizer updates of one rollout; metrics are those of `prepare.merge_updates`."""
+    results = []
+    for i, (part, counts) in enumerate(
+        prepare.split_updates(batch, parts.rollout.updates_per_rollout)
+    ):
+        placed = parts.place(part)
+        state, metrics = parts.train_step(state, placed, counts)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        results.append(metrics)
+        bad = metrics["skipped_nonfinite"] > 0
+        if bad or step in config.dump_steps:
+            folder = parts.reporter.folder / ("nonfinite" if bad else "dumps")
+            path = parts.dump(folder / f"step_{step:06d}_update_{i}.npz", part, counts)
+            if bad:
+                parts.reporter.say(
+                    f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
+                    f"no update was applied; the inputs are in {path}"
+                )
+    return state, prepare.merge_updates(results)
+
+
+def _watch(
+    metrics: dict[str, float], notes: dict[str, Any], config: RunConfig, parts: Parts, step: int
+) -> None:
+    """Count non-finite steps in a row and end the run when there are too many."""
+    if metrics["skipped_empty"] > 0:
+        parts.reporter.say(
+            f"step {step}: nothing is left to train after the filters; no update was applied "
+            f"({metrics['sequences']:.0f} sequences, {metrics['tokens']:.0f} tokens)"
+        )
+    notes["nonfinite"] = notes["nonfinite"] + 1 if metrics["skipped_nonfinite"] > 0 else 0
+    if notes["nonfinite"] >= config.max_nonfinite:
+        raise NonFiniteError(
+            f"{notes['nonfinite']} steps in a row had a non-finite loss or gradient, the last one "
+            f"step {step}; no update was applied in any of them. Look at the inputs with "
+            f"`grpo-jax parity {parts.reporter.folder}/nonfinite/…`; run.max_nonfinite is the limit"
+        )
+
+
+def _evaluation_due(config: evaluating.EvaluateConfig, step: int, last: bool) -> bool:
+    return (last and config.at_end) or (config.every > 0 and step % config.every == 0)
+
+
+def _target_hit(config: evaluating.EvaluateConfig, metrics: dict[str, float]) -> bool:
+    """Say whether the metric that ends a run early has reached its threshold."""
+    if config.stop_metric is None or not metrics:
+        return False
+    if config.stop_metric not in metrics:
+        raise ValueError(
+            f"evaluate.stop_metric = {config.stop_metric!r} is not measured; "
+            f"there are {', '.join(sorted(metrics))}"
+        )
+    return metrics[config.stop_metric] >= config.stop_threshold
+
+
+def _evaluate(parts: Parts, state: TrainState, root: jax.Array, step: int) -> dict[str, float]:
+    parts.reporter.phase("evaluating")
+    result = evaluating.evaluate(
+        parts.engine,
+        state.params,
+        parts.tokenizer,
+        parts.scorer,
+        parts.held_out,
+        parts.evaluate,
+        parts.sampling,
+        evaluation_key(root),
+    )
+    parts.reporter.evaluation(step, result.metrics, result.seconds)
+    return result.metrics
+
+
+def _save(
+    parts: Parts, state: TrainState, step: int, notes: dict[str, Any], metrics: dict[str, float]
+) -> None:
+    parts.reporter.phase("saving")
+    run = {"stream": parts.stream.state(), "notes": notes}
+    parts.checkpointer.save(step, state, run, metrics | notes["last"])

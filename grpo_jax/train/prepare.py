@@ -1,0 +1,331 @@
+"""From a scored rollout to the batches an optimizer sees: shaping, filters, advantages, collating.
+
+Everything is on the host. The order is the torch reference's: dynamic sampling, reward scaling and
+shaping, row filters, log-probabilities, the sequence error filter, advantages, clipping.
+
+Symbols: `P` prompts, `G` completions a prompt, `N` rows, `W` width of sampled rows, `T` tokens a
+row of the batch.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.core import advantages as estimators
+from grpo_jax.core.advantages import AdvantageConfig
+from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.data import trajectories
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.rewards import shaping
+from grpo_jax.rewards.scoring import Scores
+from grpo_jax.rewards.shaping import ShapingConfig
+from grpo_jax.sampling.generate import STOP_REASONS, Generation
+from grpo_jax.train import filters
+from grpo_jax.train.filters import FiltersConfig
+from grpo_jax.train.rollout import Rollout, RolloutConfig
+
+
+class Rules(NamedTuple):
+    """What happens to a row between the sampler and the loss."""
+
+    shaping: ShapingConfig
+    filters: FiltersConfig
+    advantage: AdvantageConfig
+    filtering_on: bool  # the sampler keeps part of the vocabulary, so −inf is legal
+
+
+class Weighed(NamedTuple):
+    """A rollout after shaping and the filters that need no log-probabilities."""
+
+    rewards: shaping.ShapedRewards
+    correct: np.ndarray  # bool[N]
+    weights: np.ndarray  # f64[N]
+    reports: tuple[filters.Report, ...]
+
+
+class Prepared(NamedTuple):
+    """A batch ready for the optimizer, and what the log should know."""
+
+    batch: Batch
+    rewards: np.ndarray  # f64[N] after shaping
+    dropped: list[str | None]  # why each row is not trained
+    metrics: dict[str, float]
+
+
+def gather(
+    collect: Callable[[jax.Array], Rollout], key: jax.Array, rules: Rules, config: RolloutConfig
+) -> tuple[Rollout, dict[str, float]]:
+    """Sample a step's rows; with dynamic sampling, until enough groups have unequal rewards."""
+    if not rules.filters.use_dynamic_sampling:
+        return collect(key), {}
+    parts: list[Rollout] = []
+    while True:
+        parts.append(collect(jax.random.fold_in(key, len(parts))))
+        whole = join(parts)
+        choice = filters.choose_groups(
+            whole.scores.total,
+            whole.group_ids,
+            config.prompts_per_step,
+            len(parts),
+            rules.filters,
+            valid=whole.scores.valid,
+        )
+        if choice.done:
+            return take(whole, choice.rows), choice.metrics
+
+
+def join(parts: Sequence[Rollout]) -> Rollout:
+    """Put the rows of several rollouts below each other, groups kept apart."""
+    width = max(part.rows.tokens.shape[1] for part in parts)
+    rows = [
+        part.rows._replace(
+            tokens=trajectories.fit_width(np.asarray(part.rows.tokens), width),
+            logprobs=trajectories.fit_width(np.asarray(part.rows.logprobs), width),
+        )
+        for part in parts
+    ]
+    problems: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.scores.problems.items():
+            problems[name] = problems.get(name, 0) + count
+    scores = Scores(
+        total=np.concatenate([p.scores.total for p in parts]),
+        components={
+            name: np.concatenate([p.scores.components[name] for p in parts])
+            for name in parts[0].scores.components
+        },
+        valid=np.concatenate([p.scores.valid for p in parts]),
+        problems=problems,
+    )
+    return Rollout(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        group_ids=filters.unique_groups([part.group_ids for part in parts]),
+        rows=Generation(*(np.concatenate(columns) for columns in zip(*rows, strict=True))),
+        texts=[text for part in parts for text in part.texts],
+        scores=scores,
+        seconds={k: sum(p.seconds[k] for p in parts) for k in parts[0].seconds},
+    )
+
+
+def take(rollout: Rollout, rows: np.ndarray) -> Rollout:
+    """Select rows of a rollout."""
+    scores = rollout.scores
+    return rollout._replace(
+        prompts=[rollout.prompts[i] for i in rows],
+        group_ids=rollout.group_ids[rows],
+        rows=Generation(*(np.asarray(column)[rows] for column in rollout.rows)),
+        texts=[rollout.texts[i] for i in rows],
+        scores=dataclasses.replace(
+            scores,
+            total=scores.total[rows],
+            components={name: column[rows] for name, column in scores.components.items()},
+            valid=scores.valid[rows],
+        ),
+    )
+
+
+def weigh(rollout: Rollout, rules: Rules) -> Weighed:
+    """Shape the rewards and run the row filters that look at rewards and lengths."""
+    scores, config = rollout.scores, rules.filters
+    rewards = shaping.shape_rewards(
+        scores.total,
+        rules.shaping,
+        lengths=np.asarray(rollout.rows.completion_lengths),
+        truncated=rollout.truncated,
+        components=scores.components,
+    )
+    correct = filters.is_correct(
+        np.where(scores.valid, scores.total, np.nan), config.correct_reward
+    )
+    weights, unscored = filters.unscored(np.ones(len(correct)), scores.valid, correct)
+    reports = [unscored]
+    if config.overlong_filtering:
+        weights, report = filters.overlong(weights, rollout.truncated, correct)
+        reports.append(report)
+    if config.drop_constant_groups:
+        weights, report = filters.constant_groups(
+            weights,
+            rewards.unshaped,
+            rollout.group_ids,
+            correct,
+            tolerance=config.constant_tolerance,
+            valid=scores.valid,
+        )
+        reports.append(report)
+    return Weighed(rewards, correct, weights, tuple(reports))
+
+
+def collate(rollout: Rollout, weighed: Weighed, config: RolloutConfig) -> Batch:
+    """Lay the rows out as one batch of a static number of rows, advantages still zero."""
+    rows = rollout.rows
+    batch = trajectories.collate(
+        np.asarray(rows.tokens),
+        np.asarray(rows.prompt_lengths),
+        np.asarray(rows.completion_lengths),
+        np.asarray(rows.logprobs),
+        advantages=np.zeros(len(rollout.texts)),
+        sample_weights=weighed.weights,
+        rewards=weighed.rewards.total,
+        length_multiple=config.length_multiple,
+    )
+    return trajectories.pad_rows(batch, config.rows)
+
+
+def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Prepared:
+    """Filter by log-probability error, then make the advantages and put them into the batch.
+
+    Args:
+      batch: what `collate` returned, with the log-probabilities that were scored since.
+    """
+    n = len(rollout.texts)
+    weights, reports = weighed.weights, weighed.reports
+    if batch.prev_logprobs is not None:
+        weights, report = filters.sequence_error(
+            token_mask=np.asarray(batch.token_mask)[:n],
+            sample_weights=weights,
+            prev_logprobs=np.asarray(batch.prev_logprobs)[:n],
+            generation_logprobs=np.asarray(batch.generation_logprobs)[:n],
+            correct=weighed.correct,
+            threshold=rules.filters.seq_logprob_error_threshold,
+            filtering_on=rules.filtering_on,
+        )
+        reports = (*reports, report)
+    token_mask = np.asarray(batch.token_mask)
+    mask = token_mask[:n] * weights[:, None]
+    output = estimators.compute(
+        rules.advantage, _inputs(rollout, weighed, batch, rules, mask, weights)
+    )
+    clipped = estimators.clip(
+        output.advantages, rules.advantage.advantage_clip_low, rules.advantage.advantage_clip_high
+    )
+    metrics = output.metrics | estimators.summarise(clipped, mask)
+    for report in reports:
+        metrics |= report.metrics()
+    metrics["reward/shaped"] = float(np.mean(weighed.rewards.total)) if n else 0.0
+    spread = np.broadcast_to(clipped if clipped.ndim == 2 else clipped[:, None], mask.shape)
+    rows = token_mask.shape[0]
+    batch = batch.replace(
+        advantages=_pad(np.where(token_mask[:n], spread, 0.0).astype(np.float32), rows),
+        sample_weights=_pad(
+            np.where(np.asarray(batch.segment_ids)[:n] > 0, weights[:, None], 0.0).astype(
+                np.float32
+            ),
+            rows,
+        ),
+    )
+    return Prepared(batch, weighed.rewards.total, filters.dropped_reasons(reports, n), metrics)
+
+
+def _inputs(
+    rollout: Rollout,
+    weighed: Weighed,
+    batch: Batch,
+    rules: Rules,
+    mask: np.ndarray,
+    weights: np.ndarray,
+) -> estimators.AdvantageInputs:
+    n = len(rollout.texts)
+
+    def rows(array: Any) -> np.ndarray | None:
+        return None if array is None else np.asarray(array)[:n]
+
+    return estimators.AdvantageInputs(
+        rewards=weighed.rewards.total,
+        groups=rollout.group_ids,
+        mask=mask,
+        valid=filters.votes(
+            rollout.scores.valid, weights, filtered_rows_vote=rules.advantage.filtered_rows_vote
+        ),
+        components=weighed.rewards.components,
+        policy_logprobs=rows(batch.prev_logprobs),
+        reference_logprobs=rows(batch.reference_logprobs),
+    )
+
+
+def _pad(array: np.ndarray, rows: int) -> Any:
+    return np.pad(array, ((0, rows - array.shape[0]), (0, 0)))
+
+
+def split_updates(batch: Batch, updates: int) -> Iterator[tuple[Batch, Counts]]:
+    """Cut a batch into the global batches of its optimizer updates, each with its own counts."""
+    rows = batch.tokens.shape[0] // updates
+    for part in trajectories.split_rows(batch, rows):
+        yield part, trajectories.count(part)
+
+
+_TOTALS = (  # numbers that add up over the updates of a step
+    "tokens",
+    "sequences",
+    "num_valid_samples",
+    "policy_support_excluded_tokens",
+    "update_applied",
+    "skipped_empty",
+    "skipped_nonfinite",
+)
+
+
+def merge_updates(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step from those of its updates: counts add up, the rest is averaged.
+
+    `grad_norm_max` is the largest of the updates; learning rate and parameter norm are the last.
+    """
+    merged = {}
+    for name in results[0]:
+        values = [result[name] for result in results]
+        if name in _TOTALS:
+            merged[name] = float(sum(values))
+        elif name in ("learning_rate", "param_norm", "updates_skipped"):
+            merged[name] = values[-1]
+        elif name.endswith("_min"):
+            merged[name] = min(values)
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        else:
+            merged[name] = float(np.mean(values))
+    merged["grad_norm_max"] = max(result["grad_norm"] for result in results)
+    return merged
+
+
+def sample_rows(
+    step: int, rollout: Rollout, prepared: Prepared, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Every completion of a step, with all that decided its training, as plain values."""
+    rows, batch = rollout.rows, prepared.batch
+    columns = {name: np.asarray(c) for name, c in rollout.scores.components.items()}
+    out = []
+    for i, text in enumerate(rollout.texts):
+        start = int(rows.prompt_lengths[i])
+        span = slice(start, start + int(rows.completion_lengths[i]))
+        ids = np.asarray(rows.tokens)[i, span].tolist()
+        advantages = np.asarray(batch.advantages)[i, span]
+        out.append(
+            {
+                "step": step,
+                "group": int(rollout.group_ids[i]),
+                "prompt": rollout.prompts[i].text,
+                "completion": text,
+                "answer": _plain(rollout.prompts[i].example.answer),
+                "reward": float(rollout.scores.total[i]),
+                "shaped_reward": float(prepared.rewards[i]),
+                "components": {name: float(column[i]) for name, column in columns.items()},
+                "advantage": float(advantages.mean()) if advantages.size else 0.0,
+                "weight": float(np.asarray(batch.sample_weights)[i, 0]),
+                "dropped": prepared.dropped[i],
+                "stop_reason": STOP_REASONS[int(rows.stop_reasons[i])],
+                "completion_length": len(ids),
+                "tokens": ids,
+                "token_texts": [tokenizer.decode([token], skip_special=False) for token in ids],
+                "generation_logprobs": np.asarray(rows.logprobs)[i, span].tolist(),
+                "prev_logprobs": None
+                if batch.prev_logprobs is None
+                else np.asarray(batch.prev_logprobs)[i, span].tolist(),
+            }
+        )
+    return out
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

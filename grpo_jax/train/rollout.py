@@ -1,0 +1,117 @@
+"""One rollout: prompts in, scored completions with group ids out.
+
+Symbols: `P` prompts, `G` completions a prompt, `N = P·G` rows.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.core.policy import Params
+from grpo_jax.data.prompts import Prompt, repeat_prompts
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.rewards.scoring import Scorer, Scores
+from grpo_jax.sampling import engine as engines
+from grpo_jax.sampling.generate import STOP_REASONS, Generation, SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How much is sampled for a step, and into how many updates it is cut."""
+
+    prompts_per_step: int = 8  # P
+    completions_per_prompt: int = 8  # G; a group baseline needs at least 2
+    updates_per_rollout: int = 1  # optimizer updates for the rows of one rollout
+    micro_batch_size: int = 8  # rows a device sees at one time; changes memory, not numbers
+    length_multiple: int = 64  # rows are padded to a multiple of this many tokens
+    head_chunk: int | None = 512  # tokens whose logits exist at one time; null = all of them
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ValueError(f"{field.name} = {value} must be at least 1")
+
+    @property
+    def rows(self) -> int:
+        """N, completions a step."""
+        return self.prompts_per_step * self.completions_per_prompt
+
+
+class Rollout(NamedTuple):
+    """N scored completions; everything is on the host."""
+
+    prompts: list[Prompt]  # N, each prompt repeated G times in a row
+    group_ids: np.ndarray  # i32[N]
+    rows: Generation  # tokens i32[N, W] and what the sampler says of them
+    texts: list[str]  # N, without special tokens
+    scores: Scores
+    seconds: dict[str, float]  # "rollout", "reward"
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """bool[N], True where the token limit ended the completion."""
+        return truncated(self.rows)
+
+
+def collect(
+    engine: engines.RolloutEngine,
+    params: Params,
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    completions: int,
+    key: jax.Array,
+    *,
+    sampling: SamplingConfig | None = None,
+) -> Rollout:
+    """Sample `completions` answers to each prompt and score them.
+
+    Row `i` belongs to group `i // completions`. The key is consumed; `sampling` replaces the
+    engine's own settings.
+    """
+    start = time.perf_counter()
+    rows = engine.generate(
+        params, [prompt.ids for prompt in prompts], completions, key, sampling=sampling
+    )
+    sampled = time.perf_counter()
+    repeated, group_ids = repeat_prompts(prompts, completions)
+    texts = [tokenizer.decode(ids.tolist()) for ids in completion_ids(rows)]
+    scores = scorer.score(
+        [prompt.example for prompt in repeated],
+        texts,
+        tokens=np.asarray(rows.completion_lengths),
+        truncated=truncated(rows),
+    )
+    seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
+    return Rollout(repeated, group_ids, rows, texts, scores, seconds)
+
+
+def truncated(rows: Generation) -> np.ndarray:
+    """bool[N], True where the token limit ended the completion."""
+    return np.asarray(rows.stop_reasons) == STOP_REASONS.index("length")
+
+
+def completion_ids(rows: Generation) -> list[np.ndarray]:
+    """The completion of each row, end token included."""
+    starts = rows.prompt_lengths
+    ends = starts + rows.completion_lengths
+    return [row[a:b] for row, a, b in zip(rows.tokens, starts, ends, strict=True)]
+
+
+def summary(rollout: Rollout) -> dict[str, float]:
+    """Means over the rows of a rollout, for the log."""
+    scores, lengths = rollout.scores, np.asarray(rollout.rows.completion_lengths)
+    metrics = {("reward/mean" if k == "reward" else k): v for k, v in scores.metrics().items()}
+    valid = scores.total[scores.valid]
+    return metrics | {
+        "reward/std": float(valid.std()) if valid.size else float("nan"),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "stop/fraction": float(1.0 - rollout.truncated.mean()),
+        "prompt_length/mean": float(np.mean(rollout.rows.prompt_lengths)),
+    }
