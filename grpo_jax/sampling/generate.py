@@ -14,6 +14,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.core import filtering
 from grpo_jax.core.filtering import FilterConfig
@@ -53,14 +54,17 @@ class SamplingConfig:
             )
 
 
+Array = jax.Array | np.ndarray  # on the device, or brought to the host by an engine
+
+
 class Generation(NamedTuple):
     """Sampled rows: prompt, completion right behind it, padding."""
 
-    tokens: jax.Array  # i32[N, W]
-    prompt_lengths: jax.Array  # i32[N]
-    completion_lengths: jax.Array  # i32[N] the stop token counts
-    logprobs: jax.Array  # f32[N, W] nats, as sampled; aligned with tokens, 0 on prompt and padding
-    stop_reasons: jax.Array  # i8[N] index into STOP_REASONS
+    tokens: Array  # i32[N, W]
+    prompt_lengths: Array  # i32[N]
+    completion_lengths: Array  # i32[N] the stop token counts
+    logprobs: Array  # f32[N, W] nats, as sampled; aligned with tokens, 0 on prompt and padding
+    stop_reasons: Array  # i8[N] index into STOP_REASONS
 
 
 class _State(NamedTuple):
