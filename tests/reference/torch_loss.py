@@ -174,7 +174,7 @@ def _objective(t: _Tokens, cfg, rho, rho_c):
         return -t.adv * rho_c
     if cfg["objective"] == "sapo":
         low, high = cfg["sapo_temperature_negative"], cfg["sapo_temperature_positive"]
-        tau = torch.where(t.adv > 0, high, low).to(rho.dtype)
+        tau = torch.full_like(rho, low).where(t.adv <= 0, torch.full_like(rho, high))
         return -t.adv * 4 / tau * (tau * (rho - 1)).sigmoid()
     if cfg["use_cispo"]:
         return -t.adv * rho_c.detach() * t.c
