@@ -117,7 +117,7 @@ def fingerprint(path: str | Path) -> str:
 
 def train(config: Config, console: Console | None = None) -> int:
     """Train; returns the exit status. Prints which of starting and resuming it does."""
-    console = console or Console(highlight=False)
+    console = console or reporting.make_console()
     begin = time.perf_counter()
     for warning in configs.validate(config):
         console.print(f"[yellow]warning:[/yellow] {warning}")
@@ -382,7 +382,7 @@ def evaluate_model(
     config: Config, checkpoint: str | None = None, step: int | None = None, out: str | None = None
 ) -> int:
     """Evaluate the config's model, or a checkpoint of a run, on the held-out prompts."""
-    console = Console(highlight=False)
+    console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:
         model = load_model(config)
@@ -420,7 +420,7 @@ def sample(
     step: int | None = None,
 ) -> int:
     """Print completions of one prompt, with the log-probability of each."""
-    console = Console(highlight=False)
+    console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     model = load_model(config)
     params, _ = _weights(model, config, checkpoint, step)

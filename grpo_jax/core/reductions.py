@@ -110,8 +110,9 @@ def check_slots(segment_ids: Array, slots: int) -> None:
       ValueError: a concrete `segment_ids` has a number above `slots`. Under `jit` the numbers are
         not there to be read, so check a batch once on the host.
     """
-    addressable = getattr(segment_ids, "is_fully_addressable", True)
-    if isinstance(segment_ids, jax_core.Tracer) or not addressable:
+    if isinstance(segment_ids, jax_core.Tracer):  # first: a tracer refuses the next question
+        return
+    if not getattr(segment_ids, "is_fully_addressable", True):
         return
     most = int(np.max(np.asarray(segment_ids), initial=0))
     if most > slots:

@@ -53,6 +53,12 @@ class ReportConfig:
                 )
 
 
+def make_console(quiet: bool = False) -> Console:
+    """A console whose lines are not folded when they go to a file or a pipe."""
+    console = Console(quiet=quiet, highlight=False)
+    return console if console.is_terminal else Console(quiet=quiet, highlight=False, width=120)
+
+
 class Reporter:
     """Writes metrics, samples and curves of one run, and shows its progress.
 
@@ -71,7 +77,7 @@ class Reporter:
     ):
         self.folder, self.config, self.total_steps = Path(folder), config, total_steps
         self.enabled = enabled
-        self.console = console or Console(quiet=not enabled, highlight=False)
+        self.console = console or make_console(quiet=not enabled)
         self.history: list[dict[str, Any]] = []
         self._tensorboard = None
         self._progress: Progress | None = None
