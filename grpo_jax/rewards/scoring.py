@@ -177,6 +177,9 @@ class Scorer:
         outside = [i for i in range(len(self._config.components)) if i not in self._local]
         jobs = collections.deque((i, row) for row in range(len(samples)) for i in outside)
         if jobs:
+            for process in self._workers:
+                if process.job:  # left behind by a call that was interrupted
+                    process.replace()
             self.wait_ready()
             for process in self._workers:
                 process.take(jobs, samples)
@@ -186,7 +189,8 @@ class Scorer:
         while any(process.job for process in self._workers):
             for process in self._finished():
                 assert process.job is not None
-                (component, row), (status, value) = process.job, process.result()
+                component, row = process.job
+                status, value = process.result()
                 process.take(jobs, samples)
                 yield component, row, status, value
 
@@ -296,9 +300,14 @@ class _Worker:
             status = worker.TIMED_OUT
         except (EOFError, ConnectionError):
             status = "died"
-        self.kill()
-        self._start()
+        self.replace()
         return status, None
+
+    def replace(self) -> None:
+        """End the process, drop its job, and start another."""
+        self.kill()
+        self.job = None
+        self._start()
 
     def kill(self) -> None:
         """End the process at once."""

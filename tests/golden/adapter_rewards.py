@@ -26,8 +26,3 @@ def reward_scaling(inputs, config):
 def check_reward_shaping_config(config):
     """Raise where a reward-shaping configuration must be rejected."""
     shaping.ShapingConfig(**config)
-
-
-def check_reward_shaping_config(config):
-    """Raise where a reward-shaping configuration must be rejected."""
-    shaping.ShapingConfig(**config)

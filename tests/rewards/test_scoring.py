@@ -80,6 +80,17 @@ def test_several_hanging_rewards_at_once_leave_the_pool_alive(hostile):
     assert score(hostile, "6").components["act"].tolist() == [6.25]
 
 
+def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(hostile, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hostile, "_finished", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            score(hostile, "1", "2")
+    assert score(hostile, "3", "4").components["act"].tolist() == [3.25, 4.25]
+
+
 def test_each_problem_is_said_once_with_its_traceback(caplog):
     config = RewardConfig((component("act"),), workers=0)
     with caplog.at_level(logging.WARNING), Scorer(config) as scorer:
