@@ -36,6 +36,7 @@ from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.loss_config import LossConfig
 
 Array = np.ndarray
+HostArray = Any  # a numpy array in a field that is declared as a device array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,8 @@ def load_dump(path: str | os.PathLike) -> Dump:
     with np.load(path, allow_pickle=False) as file:
         data = _Arrays(str(path), {name: file[name] for name in file.files})
     config = LossConfig.from_dict(json.loads(data.text("config")))
-    current, notes = data.tokens("logprobs", "next_token_logprobs"), ()
+    current: HostArray = data.tokens("logprobs", "next_token_logprobs")
+    notes = ()
     if current is None:
         current = data.need("prev_logprobs")
         notes = ("no current log-probabilities in the file: the previous ones stand in",)
@@ -199,7 +201,7 @@ class _Arrays:
             )
         self.rows, self.width = values["token_mask"].shape
 
-    def get(self, name: str) -> Array | None:
+    def get(self, name: str) -> HostArray:
         return self.values.get(name)
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -216,7 +218,7 @@ class _Arrays:
             raise ValueError(f"{self.path}: {name} has shape {value.shape}, must be {wanted}")
         return value
 
-    def tokens(self, name: str, shifted: str | None = None) -> Array | None:
+    def tokens(self, name: str, shifted: str | None = None) -> HostArray:
         """[B, T] from `name` [B, T] or `shifted` [B, T-1], or None."""
         full, short = (self.rows, self.width), (self.rows, self.width - 1)
         if name in self.values:
@@ -228,13 +230,13 @@ class _Arrays:
             return None
         return np.pad(value, _LEFT) if value.shape == short else value
 
-    def need(self, name: str) -> Array:
+    def need(self, name: str) -> HostArray:
         value = self.tokens(name)
         if value is None:
             raise ValueError(f"{self.path}: {name} [B, T] is missing; write it")
         return value
 
-    def spread(self, name: str) -> Array | None:
+    def spread(self, name: str) -> HostArray:
         """[B, T] from [B] or [B, T], or None."""
         if name not in self.values:
             return None
@@ -244,17 +246,19 @@ class _Arrays:
 
 def _read_batch(data: _Arrays) -> Batch:
     full = (data.rows, data.width)
+    default: HostArray = np.zeros(full, np.int32)
+    counted: HostArray = np.tile(np.arange(data.width, dtype=np.int32), (data.rows, 1))
+    ones: HostArray = np.ones(full, np.float32)
+    mask: HostArray = data.values["token_mask"] != 0
     segments = data.tokens("segment_ids")
     positions, weights = data.tokens("positions"), data.spread("sample_mask")
     tokens = data.tokens("tokens")
     return Batch(
-        tokens=np.zeros(full, np.int32) if tokens is None else tokens,
-        segment_ids=np.ones(full, np.int32) if segments is None else segments,
-        positions=np.tile(np.arange(data.width, dtype=np.int32), (data.rows, 1))
-        if positions is None
-        else positions,
-        token_mask=data.values["token_mask"] != 0,
-        sample_weights=np.ones(full, np.float32) if weights is None else weights,
+        tokens=default if tokens is None else tokens,
+        segment_ids=default + 1 if segments is None else segments,
+        positions=counted if positions is None else positions,
+        token_mask=mask,
+        sample_weights=ones if weights is None else weights,
         advantages=data.need("advantages"),
         generation_logprobs=data.need("generation_logprobs"),
         prev_logprobs=data.tokens("prev_logprobs"),
