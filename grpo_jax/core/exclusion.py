@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from grpo_jax.core import masks, reductions
+from grpo_jax.core import arithmetic, masks, reductions
 from grpo_jax.core.batch import Batch, TokenScores
 from grpo_jax.core.loss_config import LossConfig
 
@@ -42,9 +42,9 @@ def view_batch(
     """Decide which tokens count, then sanitise. Arithmetic is float32, or float64 where c is."""
     dtype = jnp.promote_types(scores.logprobs.dtype, jnp.float32)
     sequences = reductions.Sequences(batch.segment_ids, max_segments)
-    current = scores.logprobs.astype(dtype)
-    previous = jax.lax.stop_gradient(_previous(current, batch, config)).astype(dtype)
-    generation = jax.lax.stop_gradient(batch.generation_logprobs).astype(dtype)
+    current = scores.logprobs
+    previous = jax.lax.stop_gradient(_previous(current, batch, config))
+    generation = jax.lax.stop_gradient(batch.generation_logprobs)
     whole = masks.batch_masks(batch, sequences, dtype)
     counters = {
         "batch_tokens": jnp.sum(whole.weights),
@@ -69,9 +69,9 @@ def view_batch(
     }
     on = actor.weights != 0
     return View(
-        current=jnp.where(on, current, 0),
-        previous=jnp.where(on, previous, 0),
-        generation=jnp.where(on, generation, 0),
+        current=jnp.where(on, current, 0).astype(dtype),
+        previous=jnp.where(on, previous, 0).astype(dtype),
+        generation=jnp.where(on, generation, 0).astype(dtype),
         advantages=jnp.where(on, batch.advantages, 0).astype(dtype),
         actor=actor,
         whole=whole,
@@ -101,9 +101,10 @@ def _agreement(
 
     bool[B, S]. A sequence without a token has error 0 and is kept.
     """
-    gap = jnp.where(actor.weights != 0, jnp.abs(generation - previous), 0)
-    error = jnp.exp(gap * actor.weights)
-    total = sequences.sum(jnp.where(actor.weights != 0, error * actor.weights, 0))
+    on, dtype = actor.weights != 0, actor.weights.dtype
+    gap = jnp.where(on, generation, 0).astype(dtype) - jnp.where(on, previous, 0).astype(dtype)
+    error = arithmetic.capped_exp(jnp.abs(gap) * actor.weights)
+    total = sequences.sum(error * actor.weights)
     mean = total / jnp.maximum(sequences.sum(actor.weights), 1)
     assert config.seq_logprob_error_threshold is not None  # LossConfig has checked it
     return mean <= config.seq_logprob_error_threshold

@@ -285,14 +285,14 @@ def _kl_term(
         return jnp.zeros((), view.current.dtype)
     dtype, on = view.current.dtype, view.whole.weights != 0
     unfiltered = scores.logprobs if scores.unfiltered is None else scores.unfiltered
-    current = jnp.where(on, unfiltered.astype(dtype), 0)
+    current = jnp.where(on, unfiltered, 0).astype(dtype)
     assert batch.reference_logprobs is not None  # checked at the door
-    reference = jax.lax.stop_gradient(batch.reference_logprobs).astype(dtype)
-    reference = jnp.where(on, reference, 0)
+    reference = jax.lax.stop_gradient(batch.reference_logprobs)
+    reference = jnp.where(on, reference, 0).astype(dtype)
     baseline = jax.lax.stop_gradient(current)
     if config.use_on_policy_kl_approximation:
-        generation = jax.lax.stop_gradient(batch.generation_logprobs).astype(dtype)
-        baseline = jnp.where(on, generation, 0)
+        generation = jax.lax.stop_gradient(batch.generation_logprobs)
+        baseline = jnp.where(on, generation, 0).astype(dtype)
     per_token = kl.calculate_kl(
         current,
         reference,
@@ -338,5 +338,5 @@ def _entropy_term(
     if not config.entropy_bonus_on:
         return jnp.zeros((), view.current.dtype)
     assert scores.entropy is not None  # checked at the door
-    entropy = jnp.where(view.actor.weights != 0, scores.entropy.astype(view.current.dtype), 0)
+    entropy = jnp.where(view.actor.weights != 0, scores.entropy, 0).astype(view.current.dtype)
     return _reduce(entropy, view.actor, denominator, view, config)
