@@ -23,7 +23,7 @@ CURVES = (  # (title, ((metric, label), ...))
     ("seconds a step", (("seconds/step", "whole step"), ("seconds/rollout", "sampling"))),
 )
 _COLORS = ("#2a6f97", "#e07a1f")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 340, 150, 46, 22, 8
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 340, 150, 52, 22, 8
 
 
 def write(
@@ -130,7 +130,13 @@ def _range(values: Sequence[float], pad: float = 0.0) -> tuple[float, float]:
         margin = abs(low) * 0.5 or 0.5
     else:
         margin = (high - low) * pad
-    return low - margin, high + margin
+    floor = 0.0 if low >= 0 else -math.inf  # what cannot be negative is not drawn below zero
+    return max(low - margin, floor), high + margin
+
+
+def _short(value: float) -> str:
+    """A number that fits beside an axis: `0.00029`, `42`, `1234`."""
+    return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.2g}"
 
 
 def _at_x(x: float, span: tuple[float, float]) -> float:
@@ -149,7 +155,7 @@ def _axes(x_range: tuple[float, float], y_range: tuple[float, float]) -> str:
         y = _at_y(value, y_range)
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{value:.3g}</text>'
+            f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{_short(value)}</text>'
         )
     for value, anchor in ((x_range[0], "start"), (x_range[1], "end")):
         parts.append(
@@ -255,7 +261,7 @@ h3{font-size:13px;font-weight:600;margin:0 0 6px}
 .cards b{display:block;font-size:19px}.cards span{font-size:12px;color:#667}
 .curves{display:grid;grid-template-columns:repeat(auto-fill,minmax(320px,1fr));gap:12px}
 figure{background:#fff;border:1px solid #e2e6eb;border-radius:8px;margin:0;padding:10px}
-figcaption{font-size:12px}svg{width:100%;height:auto;display:block}
+figcaption{font-size:12px;min-height:36px}svg{width:100%;height:auto;display:block}
 svg polyline{fill:none;stroke-width:1.6}svg line{stroke:#e6e9ee}
 svg text{font-size:10px;fill:#778}
 nav{position:sticky;top:0;background:#f6f7f9ee;padding:10px 0;margin:14px 0 4px;z-index:1;
@@ -272,12 +278,13 @@ margin:0 0 8px;font:13px/1.5 ui-monospace,monospace;max-height:14em;overflow:aut
 article{border-left:4px solid #b9a24c;padding:6px 0 6px 12px;margin:12px 0}
 article.up{border-color:#3a8f5c}article.down{border-color:#c83c3c}
 article.dropped .tokens{opacity:.55}
-.only-dropped article:not(.dropped){display:none}
-.badge{background:#c0392b;color:#fff;border-radius:4px;padding:1px 7px;font-style:normal}
+.only-dropped article:not(.dropped),.only-dropped .group:not(:has(.dropped)){display:none}
+.badge{background:#c0392b;color:#fff;border-radius:4px;padding:1px 7px;font-style:normal;
+white-space:nowrap}
 .tokens{font:13px/1.65 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere}
 .tokens i{border-radius:3px}.tokens i:hover{outline:1px solid #2a6f97}
 .tokens .off{background:none!important;color:#99a;text-decoration:line-through}
-s.nl{color:#aab;text-decoration:none}
+s.nl{color:#889;text-decoration:none}
 @media print{nav{position:static}}
 """
 
