@@ -258,7 +258,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows, st.randoms(use_true_random=False), st.booleans(), st.booleans())
 def test_row_order_and_group_names_change_no_bit(rows, random, leave_one_out, normalise):
     groups, rewards = (np.array(column) for column in zip(*rows, strict=True))
@@ -275,7 +275,7 @@ def test_row_order_and_group_names_change_no_bit(rows, random, leave_one_out, no
         np.testing.assert_array_equal(values(rewards[own], groups[own], **config), whole[own])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows, st.booleans())
 def test_advantages_of_a_group_sum_to_zero(rows, leave_one_out):
     groups, rewards = (np.array(column) for column in zip(*rows, strict=True))

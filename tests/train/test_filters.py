@@ -199,7 +199,7 @@ def test_ids_of_two_batches_never_meet():
     assert filters.unique_groups([]).shape == (0,)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 1.0])), min_size=1, max_size=12),
     st.integers(1, 4),
