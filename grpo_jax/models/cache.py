@@ -94,14 +94,14 @@ def prefill(
     lengths: jax.Array,
     cache: Cache,
 ) -> tuple[jax.Array, Cache]:
-    """Read right-padded prompts [N, P]; return each last token's logits f32[N, V], and the cache."""
+    """Read right-padded prompts [N, P]; return the last tokens' logits f32[N, V], and the cache."""
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
     rope = layers.rope_table(positions, config)
     mask = transformer.causal_mask(segment_ids)
 
-    def one_layer(block: layers.Block, x: jax.Array, slots: Slots, layer: int | jax.Array | None):
+    def one_layer(block: layers.Block, x: jax.Array, slots: Slots, layer: jax.Array | None):
         x, (key, value) = block(x, rope, mask)
         return x, Slots(
             _write_prompt(slots.key, key, layer), _write_prompt(slots.value, value, layer)

@@ -136,7 +136,7 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             names = sorted(set(index["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder / INDEX} is damaged: {error!r}") from error
         gone = [name for name in names if not (folder / name).is_file()]
         if gone:
@@ -270,7 +270,7 @@ def _shards(config: ModelConfig, params: Params, limit: int) -> list[Shard]:
     """Fill shards in the order of the tree, each up to `limit` bytes."""
     shards: list[Shard] = [{}]
     room = limit
-    for name, tensor in _named_tensors(config, params):
+    for name, tensor in named_tensors(config, params):
         if tensor.nbytes > room and shards[-1]:
             shards.append({})
             room = limit
@@ -279,7 +279,8 @@ def _shards(config: ModelConfig, params: Params, limit: int) -> list[Shard]:
     return shards
 
 
-def _named_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every tensor (or gradient) under the name that `transformers` gives it."""
     for path, leaf in jax.tree.leaves_with_path(params):
         names = _file_names(path, config.num_layers)
         array = np.ascontiguousarray(leaf)

@@ -1,0 +1,118 @@
+"""Tiny random models of `transformers`, as folders and as torch modules."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+SMOLLM2 = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
+
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # large, so that every part shows in the logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Each exercises switches that the others do not.
+FAMILIES = {
+    "llama": ("llama", {"head_dim": 8, "tie_word_embeddings": True, "rope_theta": 100.0}),
+    "llama3": ("llama", {"head_dim": 8, "rope_theta": 500.0, "rope_scaling": _LLAMA3}),
+    "linear": (
+        "llama",
+        {"head_dim": 10, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "mistral": ("mistral", {"head_dim": 8, "sliding_window": None, "num_key_value_heads": 1}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchModel:
+    """A random model of `transformers`: its folder, and the module."""
+
+    folder: Path
+    module: object
+
+    def logits(self, tokens, segment_ids):
+        """Return logits of right-padded rows."""
+        import torch
+
+        with torch.no_grad():
+            return self.with_gradient(tokens, segment_ids).numpy()
+
+    def with_gradient(self, tokens, segment_ids):
+        import torch
+
+        mask = torch.tensor(np.asarray(segment_ids) > 0).long()
+        return self.module(torch.tensor(np.asarray(tokens)).long(), attention_mask=mask).logits  # type: ignore
+
+
+@pytest.fixture(scope="session")
+def torch_models(tmp_path_factory):
+    """Make a function (family, dtype) -> TorchModel that builds each model once."""
+    pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what importing them says is not ours
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+
+    def make(family: str, dtype: str) -> TorchModel:
+        if (family, dtype) not in made:
+            kind, changes = FAMILIES[family]
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(kind, **{**_SIZES, **changes})
+            module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            for name, weight in module.named_parameters():
+                if name.endswith("bias") or "norm" in name:  # born 0 or 1: would hide a mistake
+                    torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+            module = module.to(getattr(torch, dtype)).eval()
+            folder = tmp_path_factory.mktemp(f"{family}-{dtype}")
+            module.save_pretrained(folder)
+            made[family, dtype] = TorchModel(folder, module)
+        return made[family, dtype]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Return the folder of the real model that scripts/fetch_smollm2.py writes."""
+    if not (SMOLLM2 / "model.safetensors").is_file():
+        pytest.skip("models/SmolLM2-135M-Instruct is not there: run scripts/fetch_smollm2.py")
+    return SMOLLM2
+
+
+@pytest.fixture
+def rows():
+    """Make a function (vocab, lengths, width) -> right-padded tokens, positions, segment ids."""
+
+    def make(vocab: int, lengths: list[int], width: int, seed: int = 0):
+        tokens = np.random.default_rng(seed).integers(3, vocab, (len(lengths), width))
+        positions = np.broadcast_to(np.arange(width), tokens.shape)
+        segment_ids = (positions < np.array(lengths)[:, None]).astype(np.int32)
+        return (
+            jnp.asarray(tokens, jnp.int32),
+            jnp.asarray(positions, jnp.int32),
+            jnp.asarray(segment_ids),
+        )
+
+    return make

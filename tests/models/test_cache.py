@@ -1,0 +1,159 @@
+"""Cached decoding says what the full forward says, in place, in both layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models import cache, layers, presets, transformer
+
+LENGTHS, WIDTH, NEW = [7, 3, 5], 8, 4
+UNROLL = pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "stacked"])
+
+
+def build(**changes):
+    changes = {"initializer_range": 0.2, "rope_theta": 100.0, **changes}
+    config = presets.preset("tiny", **changes)
+    return config, transformer.init_params(config, jax.random.key(0))
+
+
+def full_logits(config, params, tokens, positions, segment_ids):
+    policy = transformer.policy_for(config)
+    return policy.unembed(
+        policy.head(params), policy.hidden(params, tokens, positions, segment_ids)
+    )
+
+
+def decode(config, decoder, params, tokens, lengths, cache_length):
+    """Prefill, then NEW steps of teacher forcing; logits f32[N, 1 + NEW, V]."""
+    rows = jnp.arange(len(lengths))
+
+    @jax.jit
+    def run(params):
+        params = decoder.prepare(params)
+        slots = decoder.init_cache(len(lengths), cache_length)
+        logits, slots = decoder.prefill(params, tokens[:, :WIDTH], lengths, slots)
+
+        def one(carry, i):
+            positions = lengths + i
+            logits, carry = decoder.step(params, tokens[rows, positions], positions, carry)
+            return carry, logits
+
+        _, later = jax.lax.scan(one, slots, jnp.arange(NEW))
+        return jnp.concatenate([logits[None], later]).swapaxes(0, 1)
+
+    return run(params)
+
+
+def compare(rows, atol, unroll, cache_length=WIDTH + NEW, **changes):
+    config, params = build(**changes)
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    tokens, positions, _ = rows(264, LENGTHS, WIDTH + NEW)
+    decoder = cache.decoder_for(config, unroll=unroll)
+    found = decode(config, decoder, params, tokens, lengths, cache_length)
+    segment_ids = (positions < lengths[:, None] + NEW).astype(jnp.int32)
+    whole = full_logits(config, params, tokens, positions, segment_ids)
+    where = lengths[:, None] - 1 + jnp.arange(1 + NEW)[None]
+    expected = jnp.take_along_axis(whole, where[..., None], axis=1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    assert float(jnp.abs(expected).max()) > 1
+
+
+@UNROLL
+@pytest.mark.parametrize("tied", [True, False])
+def test_cached_decode_equals_the_full_forward(rows, unroll, tied):
+    # float32: sums in another order, on logits around 10.
+    compare(rows, 1e-5, unroll, tie_embeddings=tied)
+
+
+@UNROLL
+def test_cached_decode_equals_the_full_forward_in_float64(x64, rows, unroll):
+    changes = {"qkv_bias": True, "family": "qwen2"}
+    wide = {"param_dtype": "float64", "compute_dtype": "float64"}
+    # RoPE's angles are float32 on both sides, and the same.
+    compare(rows, 1e-12, unroll, **changes, **wide)
+
+
+@UNROLL
+def test_a_longer_cache_changes_nothing(rows, unroll):
+    compare(rows, 1e-5, unroll, cache_length=40)
+
+
+def test_both_layouts_agree_in_bfloat16(rows):
+    config, params = build(compute_dtype="bfloat16")
+    tokens, _, _ = rows(264, LENGTHS, WIDTH + NEW)
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    first, second = (
+        decode(config, cache.decoder_for(config, unroll=u), params, tokens, lengths, 12)
+        for u in (True, False)
+    )
+    assert first.dtype == jnp.float32
+    # bfloat16 rounds to 2^-9 of logits around 5, a few times on the way.
+    np.testing.assert_allclose(first, second, rtol=0, atol=0.15)
+
+
+@UNROLL
+def test_repeat_shares_one_prefill_among_a_group(rows, unroll):
+    config, params = build()
+    decoder = cache.decoder_for(config, unroll=unroll)
+    tokens, _, _ = rows(264, LENGTHS, WIDTH)
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    prepared = decoder.prepare(params)
+    _, slots = decoder.prefill(prepared, tokens, lengths, decoder.init_cache(3, 12))
+    new = jnp.array([9, 10, 11], jnp.int32)
+    expected, _ = decoder.step(prepared, new, lengths, slots)
+    twice = decoder.repeat(slots, 2)
+    found, _ = decoder.step(prepared, jnp.repeat(new, 2), jnp.repeat(lengths, 2), twice)
+    np.testing.assert_allclose(found, jnp.repeat(expected, 2, axis=0), rtol=0, atol=1e-5)
+
+
+@UNROLL
+def test_every_leaf_has_the_slots_in_front(unroll):
+    config, _ = build()
+    slots = cache.decoder_for(config, unroll=unroll).init_cache(5, 12)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(slots)} == {5}
+
+
+@UNROLL
+def test_a_position_beyond_the_cache_writes_nothing(unroll):
+    config, params = build()
+    decoder = cache.decoder_for(config, unroll=unroll)
+    slots = decoder.init_cache(2, 6)
+    tokens = jnp.array([4, 5], jnp.int32)
+    _, after = decoder.step(decoder.prepare(params), tokens, jnp.array([6, 2]), slots)
+    for leaf in jax.tree.leaves(after):
+        assert not leaf[0].any() and leaf[1].any()
+
+
+@UNROLL
+def test_the_cache_is_updated_in_place(unroll):
+    """The loop needs no room for a second cache, and the donated one is given back."""
+    config, _ = build()
+    decoder = cache.decoder_for(config, unroll=unroll)
+    rows, length = 4, 4096
+    shapes = jax.eval_shape(decoder.prepare, transformer.abstract_params(config))
+    slots = jax.eval_shape(lambda: decoder.init_cache(rows, length))
+
+    def loop(params, tokens, slots):
+        def body(state):
+            i, tokens, slots = state
+            logits, slots = decoder.step(params, tokens, jnp.full((rows,), i), slots)
+            return i + 1, jnp.argmax(logits, -1).astype(jnp.int32), slots
+
+        return jax.lax.while_loop(lambda state: state[0] < 9, body, (0, tokens, slots))
+
+    token = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    memory = jax.jit(loop, donate_argnums=2).lower(shapes, token, slots).compile().memory_analysis()
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(slots))
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < 0.6 * size  # one layer's keys and values may pass through
+
+
+def test_keys_and_values_are_not_copied_for_each_head():
+    """Attention over a grouped cache makes nothing as large as one copy of the keys a head."""
+    rows, heads, kv_heads, length, width = 2, 8, 1, 2048, 32
+    key = jax.ShapeDtypeStruct((rows, kv_heads, length, width), jnp.float32)
+    query = jax.ShapeDtypeStruct((rows, 1, heads, width), jnp.float32)
+    mask = jax.ShapeDtypeStruct((rows, 1, length), jnp.bool_)
+    memory = jax.jit(layers.attend).lower(query, key, key, mask).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < rows * heads * length * width * 4 / 4

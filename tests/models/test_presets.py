@@ -1,0 +1,44 @@
+"""Model configs refuse what cannot work, and the named ones have the size their names say."""
+
+import pytest
+
+from grpo_jax.models import presets, transformer
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_heads": 3}, "num_heads=3 must be a multiple of num_kv_heads=2"),
+        ({"num_kv_heads": 0}, "num_heads=4 must be a multiple of num_kv_heads=0"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"remat": "dots"}, "remat='dots' is not known; choose one of none, full, dots_saveable"),
+        ({"param_dtype": "float16"}, "param_dtype='float16' is not known"),
+        ({"compute_dtype": "int8"}, "compute_dtype='int8' is not known"),
+        ({"family": "gpt2"}, "family='gpt2' is not known; choose one of llama, mistral, qwen2"),
+        ({"rope_scaling": presets.RopeScaling("yarn", 2.0)}, "kind='yarn' is not known"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        presets.preset("tiny", **changes)
+
+
+def test_unknown_preset_lists_the_known():
+    with pytest.raises(ValueError, match="preset='small' is not known; choose one of tiny, "):
+        presets.preset("small")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1_711_376_384),
+        ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name, count):
+    assert transformer.parameter_count(presets.preset(name)) == count

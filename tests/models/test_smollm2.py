@@ -1,0 +1,80 @@
+"""The real SmolLM2-135M-Instruct: the numbers of transformers, and an answer that makes sense."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.models import hf
+
+TEXTS = [
+    "The capital of France is Paris, and 12 plus 7 makes 19. Then",
+    "def f(x):\n    return x + 1\n# and so on",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    return hf.load_model(smollm2)
+
+
+@pytest.mark.torch
+def test_logits_equal_transformers(smollm2, tokenizer, model):
+    pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what importing them says is not ours
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    batch = tokenizer(TEXTS, padding=True, padding_side="right", return_tensors="np")
+    tokens, real = batch["input_ids"], batch["attention_mask"]
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    hidden = jax.jit(model.policy.hidden)(model.params, tokens, positions, real)
+    found = model.policy.unembed(model.policy.head(model.params), hidden)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens), attention_mask=torch.tensor(real)).logits.numpy()
+    assert np.abs(expected).max() > 20
+    # The project's target; measured 1e-4 on logits up to 39.
+    np.testing.assert_allclose(np.asarray(found)[real > 0], expected[real > 0], rtol=0, atol=2e-4)
+
+
+def test_greedy_answer_through_the_chat_template(tokenizer, model):
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert text.startswith("<|im_start|>system\n") and text.endswith("<|im_start|>assistant\n")
+    prompt = jnp.asarray(tokenizer(text)["input_ids"], jnp.int32)[None]
+    decoder, new = model.decoder, 8
+
+    @jax.jit
+    def answer(params):
+        params = decoder.prepare(params)
+        length = jnp.array([prompt.shape[1]], jnp.int32)
+        slots = decoder.init_cache(1, prompt.shape[1] + new)
+        logits, slots = decoder.prefill(params, prompt, length, slots)
+
+        def one(carry, i):
+            logits, slots = carry
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return decoder.step(params, token, length + i, slots), token[0]
+
+        return jax.lax.scan(one, (logits, slots), jnp.arange(new))[1]
+
+    assert tokenizer.decode(answer(model.params)) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_digits_stand_alone_and_text_comes_back(tokenizer):
+    text = "12345 plus 6789, it's  done.\n\n"
+    tokens = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokens) == text
+    assert [tokenizer.decode([t]) for t in tokens[:6]] == ["1", "2", "3", "4", "5", " plus"]
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
