@@ -1,6 +1,6 @@
-"""The command line: `grpo-jax train | eval | sample | config | export`.
+"""The command line: `grpo-jax train | eval | sample | config | export | inspect | parity`.
 
-Every command takes a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
+The first four take a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from grpo_jax import config as configs
+from grpo_jax.train.inspect import InspectOptions
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -59,12 +60,31 @@ def export(argv: Sequence[str]) -> int:
     return run.export(options.run, options.out, step=options.step, dtype=options.dtype)
 
 
+def inspect(argv: Sequence[str]) -> int:
+    """Show the completions of a run token by token, on the terminal or as an HTML page."""
+    from grpo_jax.train import inspect as inspecting
+
+    options = tyro.cli(InspectCommand, args=list(argv), prog="grpo-jax inspect")
+    inspecting.inspect_run(options.run, options.options)
+    return 0
+
+
+def parity(argv: Sequence[str]) -> int:
+    """Recompute a dumped step in float32 and float64 and say where the numbers part."""
+    from grpo_jax.train import parity as comparing
+
+    options = tyro.cli(ParityOptions, args=list(argv), prog="grpo-jax parity")
+    return comparing.main_parity(options.file, options.worst)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
     "config": show_config,
     "export": export,
+    "inspect": inspect,
+    "parity": parity,
 }
 
 
@@ -106,6 +126,25 @@ class ExportOptions:
     """Step of the checkpoint; the newest one by default."""
     dtype: str = "float32"
     """float32 or bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectCommand:
+    """Show the completions of a run."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Run folder."""
+    options: Annotated[InspectOptions, tyro.conf.arg(name="")] = InspectOptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityOptions:
+    """Recompute a dumped step."""
+
+    file: Annotated[str, tyro.conf.Positional]
+    """File that training (or another trainer) wrote; docs/numerics.md has the format."""
+    worst: int = 20
+    """Tokens to list, the largest differences first."""
 
 
 def parse(argv: Sequence[str], command: str) -> configs.Config:

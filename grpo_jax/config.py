@@ -90,7 +90,7 @@ def from_dict(data: Mapping[str, Any], source: str = "config") -> Config:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values that `from_dict` turns back into an equal config."""
-    return _plain(dataclasses.asdict(config))
+    return to_plain(dataclasses.asdict(config))
 
 
 def dump(config: Config) -> str:
@@ -137,11 +137,12 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Tuples and mappings as lists and dicts, as YAML has them."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: to_plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [to_plain(v) for v in value]
     return value
 
 

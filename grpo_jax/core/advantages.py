@@ -32,6 +32,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "gdpo")  # always compare completions of o
 class AdvantageConfig:
     """How advantages are made. Names and defaults follow the torch reference where it has them."""
 
+    # grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus or raw; gae and opd from Python only
     estimator: Estimator = "grpo"
     # grpo, gdpo
     normalize_rewards: bool = True  # divide by the standard deviation
@@ -46,7 +47,7 @@ class AdvantageConfig:
     minus_baseline: bool = True  # subtract the group's mean
     # reinforce_plus_plus, gae
     kl_in_reward: float = 0.0  # coefficient of the KL penalty inside the reward, 0 = off
-    kl_in_reward_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward_type: Literal["k1", "k2", "k3"] = "k3"  # estimator of that KL
     # gae, raw
     normalize_advantages: bool = True
     # gae
@@ -57,7 +58,7 @@ class AdvantageConfig:
     length_adaptive_alpha: float = 0.0  # lambda_policy = 1 − 1 / (alpha · length), 0 = off
     # opd
     proximal_teacher_alpha: float = 1.0  # share of the teacher in the target mixture
-    subtract_global_baseline: bool = False
+    subtract_global_baseline: bool = False  # subtract the mean over all trained tokens
     # all
     advantage_clip_low: float | None = None
     advantage_clip_high: float | None = None

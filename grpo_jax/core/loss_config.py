@@ -39,6 +39,7 @@ class LossConfig:
     ratio_clip_min: float = 0.2
     """The ratio is clipped to [1 - ratio_clip_min, 1 + ratio_clip_max]."""
     ratio_clip_max: float = 0.2
+    """Upper side of the clip; above ratio_clip_min it is DAPO's clip-higher."""
     ratio_clip_c: float | None = None
     """Dual clip: a negative advantage never costs more than this times its size; above 1."""
     reference_policy_kl_penalty: float = 0.01
@@ -81,8 +82,9 @@ class LossConfig:
     loss_normalizer: float | None = None
     """Dr. GRPO: sum each response's tokens and divide by this constant, not by its length."""
     sapo_temperature_positive: float = 1.0
+    """SAPO's gate temperature for positive advantages."""
     sapo_temperature_negative: float = 1.05
-    """SAPO's gate temperatures for positive and negative advantages."""
+    """SAPO's gate temperature for negative advantages."""
     token_veto_threshold: float | None = None
     """Reject a sequence in which any token's weight p_train / p_sampler is below this."""
     entropy_bonus: float = 0.0

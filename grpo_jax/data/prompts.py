@@ -22,6 +22,7 @@ Item = TypeVar("Item")
 class PromptConfig:
     """Where prompts come from and how they are put to the model."""
 
+    # where prompts come from: reasoning_gym, jsonl or datasets
     source: Literal["reasoning_gym", "jsonl", "datasets"] = "reasoning_gym"
     name: str = "chain_sum"  # reasoning_gym task, or name (or folder) for the datasets library
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the reasoning_gym task
@@ -37,7 +38,7 @@ class PromptConfig:
     system_prompt: str | None = None  # put before conversations that have none
     template: str = "{prompt}"  # put around every prompt's text
     chat: bool = True  # use the tokenizer's chat template; false = plain text
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: int = 512  # chat template included
     too_long: Literal["skip", "error"] = "skip"  # what happens to a longer prompt; never cut
     remainder: Literal["drop", "carry"] = "drop"  # rows that do not fill a batch at an epoch's end
     seed: int = 0  # decides the tasks, the held-out rows and the order of every epoch

@@ -2,6 +2,8 @@
 
 Workers are separate programs that never import JAX, each given one completion at a time with a time
 limit: a slow reward is interrupted, and a worker that does not come back is killed and replaced.
+The limit is in CPU time, so that a busy machine does not change rewards; waiting has a limit of its
+own, by the clock.
 Components that cannot hang (exact match, length) run in this process.
 
 Symbols: `N` completions.
@@ -11,6 +13,7 @@ import collections
 import dataclasses
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +29,6 @@ from grpo_jax.rewards import worker
 
 _LOG = logging.getLogger(__name__)
 _INLINE = {"exact_match", "length"}  # linear in the text: no time limit needed
-_GRACE = 1.0  # seconds between asking a reward to stop and killing its process
 _START_LIMIT = 300.0  # seconds for a worker to import its rewards
 
 
@@ -56,9 +58,10 @@ class RewardComponent:
 class RewardConfig:
     """What a completion is worth, and how patiently that is found out."""
 
-    components: tuple[RewardComponent, ...] = (RewardComponent(),)
+    components: tuple[RewardComponent, ...] = (RewardComponent(),)  # the terms of the sum
     workers: int = 2  # processes; 0 = score in this process, without time limits
-    time_limit: float = 5.0  # seconds a completion and component
+    time_limit: float = 5.0  # seconds of CPU time a completion and component
+    clock_limit: float = 20.0  # seconds by the clock, for rewards that wait for something
     memory_limit_mb: int = 8192  # address space of a worker; 0 = no limit
 
     def __post_init__(self):
@@ -68,10 +71,15 @@ class RewardConfig:
         twice = sorted({c for c in columns if columns.count(c) > 1})
         if twice:
             raise ValueError(f"two reward components are called {twice}; give each its own name")
-        if self.workers < 0 or self.time_limit <= 0 or self.memory_limit_mb < 0:
+        if self.workers < 0 or self.memory_limit_mb < 0:
             raise ValueError(
-                f"reward.workers={self.workers}, time_limit={self.time_limit}, memory_limit_mb="
-                f"{self.memory_limit_mb}: use workers ≥ 0, time_limit > 0 and memory_limit_mb ≥ 0"
+                f"reward.workers = {self.workers}, reward.memory_limit_mb = {self.memory_limit_mb}: "
+                "use 0 or more"
+            )
+        if not 0 < self.time_limit <= self.clock_limit:
+            raise ValueError(
+                f"reward.time_limit = {self.time_limit} and reward.clock_limit = "
+                f"{self.clock_limit}: use 0 < time_limit ≤ clock_limit"
             )
 
 
@@ -286,7 +294,7 @@ class _Worker:
         self.wait_ready()
         self.job = jobs.popleft()
         component, row = self.job
-        self.deadline = time.monotonic() + self._config.time_limit + _GRACE
+        self.deadline = time.monotonic() + self._config.clock_limit
         try:
             self.connection.send((component, samples[row]))
         except (ConnectionError, OSError):
@@ -299,7 +307,8 @@ class _Worker:
                 return self.connection.recv()
             status = worker.TIMED_OUT
         except (EOFError, ConnectionError):
-            status = "died"
+            slow = self._process.wait() == -signal.SIGXCPU  # it was out of CPU time
+            status = worker.TIMED_OUT if slow else "died"
         self.replace()
         return status, None
 

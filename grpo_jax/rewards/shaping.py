@@ -21,11 +21,11 @@ _LOG = logging.getLogger(__name__)
 class ScalingConfig:
     """Map rewards linearly from a source interval to a target interval."""
 
-    enabled: bool = False
+    enabled: bool = False  # scale rewards
     source_min: float = 0.0  # rewards outside the source interval are clipped to it
-    source_max: float = 1.0
-    target_min: float = 0.0
-    target_max: float = 1.0
+    source_max: float = 1.0  # the other end of it
+    target_min: float = 0.0  # what source_min becomes
+    target_max: float = 1.0  # what source_max becomes
 
     def __post_init__(self):
         ends = [self.source_min, self.source_max, self.target_min, self.target_max]
@@ -42,7 +42,7 @@ class ScalingConfig:
 class ShapingConfig:
     """Penalties on length and on truncation; key names are those of the torch reference."""
 
-    enabled: bool = False
+    enabled: bool = False  # penalise long or truncated completions
     overlong_buffer_length: int | None = None  # tokens before the maximum where the penalty begins
     overlong_buffer_penalty: float | None = None  # at the maximum length
     max_response_length: int | None = None  # tokens

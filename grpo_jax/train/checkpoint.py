@@ -40,7 +40,7 @@ class CheckpointConfig:
     every: int = 10  # steps between checkpoints; 0 saves at the end only
     keep: int = 2  # newest checkpoints to keep
     keep_best: int = 0  # best checkpoints to keep besides, by `metric`
-    metric: str = "eval/reward/mean"  # what best means; a checkpoint without it is never best
+    metric: str = "eval/mean_reward"  # what best means; a checkpoint without it is never best
     higher_is_better: bool = True  # false for losses
     background: bool = True  # write while training goes on
 
@@ -74,22 +74,25 @@ class Checkpointer:
         config: CheckpointConfig,
         *,
         say: Callable[[str], Any] | None = None,
+        read_only: bool = False,
     ):
         """Open a folder, and make it if it is not there.
 
         Args:
           folder: where the checkpoints live.
           config: when to save and what to keep.
+          read_only: look, and leave everything as it is; a run may be writing there right now.
           say: told about everything unusual, a line each. Default: this module's logger.
         """
         _silence_orbax()
-        self.folder, self.config = Path(folder).absolute(), config
+        self.folder, self.config, self._read_only = Path(folder).absolute(), config, read_only
         self.failures: list[tuple[int, str]] = []
         self._say = say or logging.getLogger(__name__).warning
         self._saving: int | None = None
         self._complete = True  # the last save
         self._scores: dict[int, float | None] = {}
-        for name in sorted(p.name for p in self.folder.glob(f"*{_TEMPORARY}*")):
+        unfinished = [] if read_only else self.folder.glob(f"*{_TEMPORARY}*")
+        for name in sorted(path.name for path in unfinished):
             self._say(f"checkpoint {name.split('.')[0]} was never finished; it is removed")
         self._manager = self._open()
         for step in self.steps():
@@ -100,7 +103,8 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_Retention(self.config, self._scores),
             enable_async_checkpointing=self.config.background,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not self._read_only,
+            create=not self._read_only,
             lightweight_initialize=True,
         )
         return ocp.CheckpointManager(self.folder, options=options)
@@ -143,7 +147,12 @@ class Checkpointer:
 
         Raises:
           TypeError: `run` is not JSON.
+          ValueError: the folder was opened to be read only.
         """
+        if self._read_only:
+            raise ValueError(
+                f"{self.folder} was opened with read_only=True; open it without to save"
+            )
         record = {
             "format": _FORMAT,
             "run": dict(run),
@@ -253,12 +262,14 @@ class Checkpointer:
             self._say(
                 f"checkpoint {step} is damaged ({reason}); going back to the one of step {used}"
             )
+            if self._read_only:
+                continue
             if jax.process_index() == 0:
                 place = self.folder / f"damaged_{step}"
                 shutil.rmtree(place, ignore_errors=True)
                 (self.folder / str(step)).rename(place)
             self._scores.pop(step, None)
-        if damaged:
+        if damaged and not self._read_only:
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("checkpoints set aside")
             self._manager.reload()

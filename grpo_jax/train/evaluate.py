@@ -31,8 +31,8 @@ class EvaluateConfig:
     at_end: bool = True  # evaluate after the last step
     completions: int = 1  # k, completions a prompt
     temperature: float = 1.0  # 0 = greedy
-    top_k: int | None = None
-    top_p: float = 1.0
+    top_k: int | None = None  # keep the k likeliest tokens; null keeps all
+    top_p: float = 1.0  # keep the likeliest tokens up to this probability; 1 keeps all
     max_new_tokens: int | None = None  # null = sampling.max_new_tokens
     correct_reward: float = 1.0  # rewards from here up count as correct in pass@k
     pass_k: tuple[int, ...] = ()  # k of pass@k and pass^k; empty = powers of two, and k itself

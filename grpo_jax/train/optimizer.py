@@ -40,9 +40,8 @@ class OptimizerConfig:
     warmup_start: float = 0.1  # learning rate of the first update, as a fraction of lr
     end: float = 0.0  # learning rate at the end of linear and cosine, as a fraction of lr
     total_steps: int | None = None  # optimizer updates the schedule spans; null: the whole run
-    first_moment_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # bfloat16 saves 2 bytes a weight
-    )
+    # dtype of the first moment; bfloat16 saves 2 bytes a weight
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
         for name in ("lr", "weight_decay", "eps", "warmup_steps"):
