@@ -263,7 +263,33 @@ def validate(config: Config) -> list[str]:
             f"loss_fn.force_on_policy_ratio = true with rollout.updates_per_rollout = {updates}: "
             "the second update is no longer on-policy; set one of the two back (1 or false)"
         )
+    _check_estimator(config)
     return _warnings(config)
+
+
+def _check_estimator(config: Config) -> None:
+    """Refuse estimators whose inputs a run does not make, and a KL that would get lost."""
+    advantage, loss = config.advantage, config.loss_fn
+    for needed, what in (
+        (advantage.needs_values, "the values of a critic"),
+        (advantage.needs_teacher, "the log-probabilities of a teacher"),
+    ):
+        if needed:
+            raise ConfigError(
+                f"advantage.estimator = {advantage.estimator!r} needs {what}, which a run does not "
+                "make yet; use grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus or raw "
+                "(grpo_jax.core.advantages computes it from Python)"
+            )
+    if loss.use_kl_in_reward and not advantage.needs_reference:
+        raise ConfigError(
+            "loss_fn.use_kl_in_reward = true takes the KL out of the loss, and nothing puts it "
+            "into the reward; set advantage.kl_in_reward and the estimator reinforce_plus_plus"
+        )
+    if advantage.kl_in_reward > 0 and not advantage.needs_reference:
+        raise ConfigError(
+            f"advantage.kl_in_reward = {advantage.kl_in_reward} is read by reinforce_plus_plus "
+            f"only, not by {advantage.estimator!r}; set it to 0, or change the estimator"
+        )
 
 
 def _warnings(config: Config) -> list[str]:
@@ -272,6 +298,16 @@ def _warnings(config: Config) -> list[str]:
         found.append(
             "sampling.filter keeps only part of the vocabulary; tokens that fall outside the "
             "trainer's own kept set leave the loss (policy_support_excluded_tokens counts them)"
+        )
+    if config.advantage.kl_in_reward > 0 and config.loss_fn.kl_on:
+        found.append(
+            "advantage.kl_in_reward and loss_fn.reference_policy_kl_penalty are both on: the KL "
+            "is paid twice"
+        )
+    if config.sampling.min_new_tokens > 0:
+        found.append(
+            "sampling.min_new_tokens > 0 draws the first tokens from a distribution without stop "
+            "tokens, which the trainer does not know: the ratio is biased there"
         )
     if config.sampling.filter.temperature == 0:
         raise ConfigError(

@@ -1,0 +1,159 @@
+"""Wrong input ends in one line that names the value, the limit and the way out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_jax import cli
+from grpo_jax import config as configs
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def refused(capsys, *arguments: object) -> str:
+    """Run a command that must fail, and return its message."""
+    assert cli.main([str(a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def changed(config: dict, **sections: dict) -> dict:
+    """A copy of a nested config with some keys of some sections replaced."""
+    merged = json.loads(json.dumps(config))
+    for name, values in sections.items():
+        merged[name] = merged.get(name, {}) | values
+    return merged
+
+
+def test_no_command_prints_the_usage(capsys):
+    assert cli.main([]) == 2
+    assert "usage: grpo-jax COMMAND" in capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert "Did you mean 'train'?" in refused(capsys, "trian")
+
+
+def test_config_file_not_there(capsys):
+    assert "'nowhere.yaml' is not there" in refused(capsys, "train", "nowhere.yaml")
+    assert "needs a config file first" in refused(capsys, "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optimizer: {learning_rate: 1}", "unknown key 'optimizer.learning_rate'"),
+        ("optimizer: {schedul: linear}", "Did you mean 'schedule'?"),
+        ("lr: 1", "unknown key 'lr'. Did you mean 'optimizer.lr'?"),
+        ("run: {steps: many}", "run.steps = 'many' (str) must be a whole number"),
+        ("run: {steps: 1.5}", "run.steps = 1.5 (float) must be a whole number"),
+        ("report: {progress: 1}", "report.progress = 1 (int) must be true or false"),
+        ("run: {steps: 0}", "steps = 0 must be at least 1"),
+        ("run: 3", "run = 3 (int) must be a mapping of keys"),
+        ("optimizer: {schedule: lineer}", "Did you mean 'linear'?"),
+        ("loss_fn: {ratio_clip_c: 0.5}", "ratio_clip_c"),
+        ("run: [", "is not valid YAML"),
+        ("evaluate: {pass_k: [8]}", "raise completions to 8"),
+    ],
+)
+def test_wrong_config(capsys, tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert message in refused(capsys, "config", path)
+
+
+def test_mistyped_override_names_the_nearest(capsys, write_config, base_config):
+    path = write_config(base_config)
+    message = refused(capsys, "config", path, "--optimizer.lrr", "1")
+    assert "unknown override --optimizer.lrr. Did you mean 'optimizer.lr'?" in message
+
+
+def test_overrides_win_over_the_file_and_print_back(capsys, write_config, base_config):
+    path = write_config(base_config)
+    assert cli.main(["config", str(path), "--optimizer.lr", "0.5", "--loss-fn.use-cispo"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["optimizer"]["lr"] == 0.5
+    assert printed["loss_fn"]["use_cispo"] is True
+    assert configs.from_dict(printed) == configs.from_dict(
+        changed(base_config, optimizer={"lr": 0.5}, loss_fn={"use_cispo": True})
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"completions_per_prompt": 1}}, "rollout.completions_per_prompt = 1"),
+        ({"rollout": {"updates_per_rollout": 3}}, "use a divisor of 8"),
+        ({"rollout": {"micro_batch_size": 3}}, "micro_batch_size = 3 does not divide the 4 rows"),
+        ({"loss_fn": {"force_on_policy_ratio": True}}, "no longer on-policy"),
+        ({"advantage": {"estimator": "gae"}}, "needs the values of a critic"),
+        ({"advantage": {"estimator": "opd"}}, "needs the log-probabilities of a teacher"),
+        ({"loss_fn": {"use_kl_in_reward": True}}, "nothing puts it into the reward"),
+        ({"advantage": {"kl_in_reward": 0.1}}, "is read by reinforce_plus_plus only"),
+        ({"sampling": {"filter": {"temperature": 0}}}, "nothing to learn from"),
+    ],
+)
+def test_settings_that_do_not_fit_together(capsys, write_config, base_config, sections, message):
+    path = write_config(changed(base_config, **sections))
+    assert message in refused(capsys, "config", path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "no/such/folder"}}, "no/such/folder"),
+        ({"model": {"path": str(REPOSITORY / "docs")}}, "config.json"),
+        ({"tokenizer": {"path": None}}, "no tokenizer that transformers can read"),
+        ({"data": {"source": "jsonl", "path": "missing.jsonl"}}, "'missing.jsonl' is not there"),
+        ({"data": {"name": "chain_sums"}}, "chain_sum"),
+        ({"data": {"max_prompt_tokens": 5}}, "max_prompt_tokens=5"),
+        ({"data": {"max_prompt_tokens": 5, "too_long": "error"}}, "max_prompt_tokens=5"),
+        ({"rollout": {"prompts_per_step": 4096}}, "do not fill one batch of 4096"),
+        ({"report": {"tensorbord": True}}, "Did you mean 'tensorboard'?"),
+    ],
+)
+def test_train_refuses_before_it_leaves_a_folder(
+    capsys, write_config, base_config, tmp_path, sections, message
+):
+    config = changed(base_config, **sections)
+    config["run"]["dir"] = str(tmp_path / "run")
+    assert message in refused(capsys, "train", write_config(config))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_filters_and_minimum_lengths_warn_by_name(base_config):
+    config = configs.from_dict(
+        changed(
+            base_config,
+            sampling={"filter": {"top_k": 5}, "min_new_tokens": 2},
+            advantage={"estimator": "reinforce_plus_plus", "kl_in_reward": 0.1},
+        )
+    )
+    text = " ".join(configs.validate(config))
+    assert "policy_support_excluded_tokens" in text
+    assert "min_new_tokens" in text and "paid twice" in text
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_in_the_repository_loads(path):
+    configs.validate(configs.load(path))
+
+
+def test_base_yaml_is_the_code():
+    """Every key with its default, and a comment on each."""
+    path = REPOSITORY / "configs" / "base.yaml"
+    assert configs.load(path) == configs.Config()
+    written = set(configs._flatten(yaml.safe_load(path.read_text())))
+    assert written == set(configs._flatten(configs.to_dict(configs.Config())))
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    for before, line in zip(lines, lines[1:], strict=False):
+        assert "#" in line or before.lstrip().startswith("#"), f"no comment: {line}"
+
+
+def test_round_trip_of_every_value():
+    config = configs.load(REPOSITORY / "configs" / "quickstart.yaml")
+    assert configs.from_dict(yaml.safe_load(configs.dump(config))) == config

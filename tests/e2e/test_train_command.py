@@ -1,0 +1,133 @@
+"""The whole main job in real processes: what it leaves, and what kills and signals do to it."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from tests.e2e.conftest import finish, start
+
+TIMINGS = ("time", "seconds/", "tokens_per_second", "programs/")
+
+
+def metrics(folder: Path) -> list[dict]:
+    """Rows of metrics.jsonl without what a clock decides."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMINGS)} for row in rows]
+
+
+def wait_for_step(folder: Path, step: int, limit: float = 240) -> None:
+    """Wait until the metrics of a training step are on disk."""
+    deadline = time.monotonic() + limit
+    path = folder / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            if any(json.loads(line)["step"] >= step for line in lines):
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"no step {step} in {path}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base_config, tmp_path_factory):
+    """A run from start to end; its folder and what it printed."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    path = place / "config.yaml"
+    path.write_text(yaml.safe_dump(base_config))
+    folder = place / "run"
+    status, output = finish(start("train", path, "--run.dir", folder))
+    assert status == 0, output
+    return folder, output, path
+
+
+def test_a_run_leaves_what_it_promises(undisturbed):
+    folder, output, _ = undisturbed
+    assert "starting a new run" in output and "before and after" in output
+    for name in ("config.yaml", "metrics.jsonl", "run.png", "result.json"):
+        assert (folder / name).stat().st_size > 0, name
+    assert (folder / "samples" / "step_000006.jsonl").exists()
+    assert "[completion]" in (folder / "samples" / "step_000006.txt").read_text()
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["4", "6"]
+    assert "model.safetensors" in {p.name for p in (folder / "export").iterdir()}
+    steps = [row["step"] for row in metrics(folder)]
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 6]  # evaluations before the first and after the last
+    for row in metrics(folder):
+        assert all(value == value for value in row.values()), row  # no NaN
+
+
+def test_killed_interrupted_and_resumed_equals_undisturbed_bit_for_bit(undisturbed, tmp_path):
+    """SIGKILL in the middle, Ctrl-C later, then to the end: the same numbers and weights."""
+    reference, _, config = undisturbed
+    folder = tmp_path / "run"
+    process = start("train", config, "--run.dir", folder)
+    wait_for_step(folder, 3)
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+
+    process = start("train", config, "--run.dir", folder)
+    wait_for_step(folder, 4)
+    process.send_signal(signal.SIGINT)
+    status, output = finish(process)
+    assert "resuming the unfinished run" in output
+    assert "going on after step 2 of 6" in output
+    if status != 0:  # the signal may come after the last step
+        assert status == 130, output
+        assert "interrupted, saved after step" in output
+        assert "The same command goes on from there" in output
+
+        status, output = finish(start("train", config, "--run.dir", folder))
+    assert status == 0, output
+    assert metrics(folder) == metrics(reference)
+    ours = load_file(folder / "export" / "model.safetensors")
+    theirs = load_file(reference / "export" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor.tobytes() == ours[name].tobytes(), name
+
+
+def test_other_commands_read_the_run(undisturbed, tmp_path):
+    folder, _, config = undisturbed
+    result = tmp_path / "eval.json"
+    status, output = finish(start("eval", config, "--checkpoint", folder, "--out", result))
+    assert status == 0 and "mean_reward" in output, output
+    last = json.loads((folder / "result.json").read_text())["last"]
+    measured = json.loads(result.read_text())
+    assert measured["eval/mean_reward"] == last["eval/mean_reward"]
+    assert measured["source"].startswith("step 6 of")
+
+    out = tmp_path / "exported"
+    status, output = finish(start("export", folder, out, "--dtype", "bfloat16"))
+    assert status == 0, output
+    assert yaml.safe_load((out / "config.json").read_text())["dtype"] == "bfloat16"
+    status, output = finish(start("export", folder, out))
+    assert status == 2 and "exists already" in output
+
+    status, output = finish(start("sample", config, "--prompt", "1 + 1 =", "--completions", "2"))
+    assert status == 0 and output.count("log-probability") == 2, output
+
+
+def test_non_finite_steps_are_refused_dumped_and_end_the_run(base_config, tmp_path):
+    """Rewards near the largest float overflow the loss: nothing is updated, everything is kept."""
+    rewards = tmp_path / "huge.py"
+    rewards.write_text("def score(completion, **_):\n    return 3e38 * (-1) ** len(completion)\n")
+    config = base_config | {
+        "reward": {"components": [{"kind": f"{rewards}:score"}], "workers": 0},
+        "advantage": {"estimator": "dr_grpo"},
+        "run": {"steps": 6, "max_nonfinite": 2, "export": False},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    folder = tmp_path / "run"
+    status, output = finish(start("train", path, "--run.dir", folder))
+    assert status == 3, output
+    assert "no update was applied; the inputs are in" in output
+    assert "2 steps in a row" in output
+    dumps = sorted((folder / "nonfinite").glob("*.npz"))
+    assert dumps
+    status, output = finish(start("parity", dumps[0]))
+    assert "Traceback" not in output, output
