@@ -10,6 +10,7 @@ matplotlib.use("Agg")  # no display is needed, nor wanted
 
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 BLUE, ORANGE, GREY, GREEN = "#2a6f97", "#e07a1f", "#8a8f98", "#3a8f5c"
 PHASES = (("rollout", BLUE), ("reward", GREEN), ("score", GREY), ("update", ORANGE))
@@ -25,6 +26,7 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path) -> None:
         _seconds(axes[1, 1], history)
         for ax in axes.flat:
             ax.grid(alpha=0.25, linewidth=0.6)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         temporary = path.with_suffix(".tmp.png")
         figure.savefig(temporary, dpi=110)
         plt.close(figure)

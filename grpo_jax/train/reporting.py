@@ -180,7 +180,8 @@ class Reporter:
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
         write_lines(folder / f"step_{step:06d}.jsonl", rows)
-        page = [sample_page(row) for row in rows[: self.config.samples_shown]]
+        apart = max(1, len(rows) // max(self.config.samples_shown, 1))  # from several prompts
+        page = [sample_page(row) for row in rows[::apart][: self.config.samples_shown]]
         (folder / f"step_{step:06d}.txt").write_text(f"step {step}\n\n" + "\n".join(page))
 
     def picture(self) -> None:
