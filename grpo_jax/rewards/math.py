@@ -51,6 +51,11 @@ def math_reward(
     return float(answer is not None and is_equal(gold, answer, tolerance))
 
 
+def warm_up() -> None:
+    """Load the symbolic library and let it build its parsers, which takes seconds."""
+    is_equal(r"\frac{x}{2}", r"\sqrt{x}")
+
+
 def reference_answer(gold: str) -> str:
     r"""Return the answer in a reference solution: after `####`, in its last box, or all of it."""
     if "####" in gold:

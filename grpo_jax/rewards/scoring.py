@@ -73,8 +73,8 @@ class RewardConfig:
             raise ValueError(f"two reward components are called {twice}; give each its own name")
         if self.workers < 0 or self.memory_limit_mb < 0:
             raise ValueError(
-                f"reward.workers = {self.workers}, reward.memory_limit_mb = {self.memory_limit_mb}: "
-                "use 0 or more"
+                f"reward.workers = {self.workers}, reward.memory_limit_mb = "
+                f"{self.memory_limit_mb}: use 0 or more"
             )
         if not 0 < self.time_limit <= self.clock_limit:
             raise ValueError(

@@ -66,6 +66,11 @@ def verifier(sample: "Sample", extract: Extract = "none") -> float:
     return float(dataset.score_answer(found, metadata["entry"]))
 
 
+def warm_up() -> None:
+    """Load what the verifier needs."""
+    import reasoning_gym  # noqa: F401
+
+
 def extract_answer(completion: str, how: Extract = "none") -> str | None:
     """Return the answer inside a completion, or None when there is none.
 

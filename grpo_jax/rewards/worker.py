@@ -9,10 +9,12 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -29,7 +31,10 @@ KINDS = {  # kind -> where its function lives; anything else is a user's `module
     "math": "grpo_jax.rewards.math:math_reward",
 }
 
-_PRELOAD = {"verifier": "reasoning_gym", "math": "math_verify"}  # so that no sample waits for it
+_WARM_UP = {  # run before "ready", so that no sample pays for an import out of its time limit
+    "verifier": "grpo_jax.rewards.text:warm_up",
+    "math": "grpo_jax.rewards.math:warm_up",
+}
 
 
 class RewardTimeout(BaseException):
@@ -113,9 +118,9 @@ def main(descriptor: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         functions = [bind(kind, params) for kind, params in components]
-        for kind, _ in components:
-            if kind in _PRELOAD:
-                importlib.import_module(_PRELOAD[kind])
+        for kind in {kind for kind, _ in components} & set(_WARM_UP):
+            module, _, function = _WARM_UP[kind].partition(":")
+            getattr(importlib.import_module(module), function)()
     except Exception:
         connection.send(("error", traceback.format_exc()))
         return
@@ -137,7 +142,10 @@ def _number(value: Any) -> float | None:
 
 @contextlib.contextmanager
 def _alarm(seconds: float | None) -> Iterator[None]:
-    """Interrupt Python code after `seconds`; code that stays outside Python is killed instead."""
+    """Interrupt Python code after `seconds` of CPU time, so that a busy machine changes no verdict.
+
+    Code that does not return to Python is ended by the kernel about a second later.
+    """
 
     def interrupt(signum: int, frame: Any) -> None:
         raise RewardTimeout
@@ -145,13 +153,17 @@ def _alarm(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    last = math.ceil(time.process_time() + seconds + 1)  # the limit is in whole seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (last, hard))
+    previous = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, previous)
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
 def _load_file(path: str) -> Any:

@@ -205,6 +205,6 @@ def test_a_thousand_long_completions_collate_in_well_under_a_second():
     rng = np.random.default_rng(0)
     tokens, logprobs = rng.integers(0, 99, (1024, 576)), rng.normal(size=(1024, 576))
     lengths = rng.integers(1, 513, 1024)
-    start = time.perf_counter()
+    start = time.process_time()
     count(collate(tokens, np.full(1024, 64), lengths, logprobs, advantages=np.ones(1024)))
-    assert time.perf_counter() - start < 1.0  # measured 0.05 s
+    assert time.process_time() - start < 1.0  # measured 0.05 s

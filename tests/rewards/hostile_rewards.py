@@ -11,7 +11,8 @@ def act(sample, bonus=0.0):
     return {
         "raise": _raise,
         "hang": _hang,
-        "hang outside python": _hang_outside_python,
+        "compute outside python": _compute_outside_python,
+        "wait outside python": _wait_outside_python,
         "swallow": _swallow,
         "die": lambda: os._exit(3),
         "nan": lambda: float("nan"),
@@ -61,13 +62,18 @@ def _hang():
 def _swallow():
     while True:
         try:
-            time.sleep(60)
-        except Exception:  # a broad handler must not swallow the time limit
+            _hang()  # a broad handler must not swallow the time limit
+        except Exception:
             pass
 
 
-def _hang_outside_python():
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+def _compute_outside_python():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    _hang()
+
+
+def _wait_outside_python():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     time.sleep(600)
 
 

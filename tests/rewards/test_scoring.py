@@ -14,7 +14,8 @@ from grpo_jax.data.prompts import Example
 from grpo_jax.rewards.scoring import RewardComponent, RewardConfig, Scorer
 
 HOSTILE = f"{Path(__file__).parent / 'hostile_rewards.py'}"
-LIMIT = 0.5  # seconds
+LIMIT = 0.3  # seconds of CPU time
+PATIENCE = 240.0  # seconds; a run that goes on at all is far below, even on a busy machine
 
 
 def component(function, **more):
@@ -32,6 +33,7 @@ def hostile():
         (component("act", weight=2.0, params={"bonus": 0.25}), component("always_one")),
         workers=2,
         time_limit=LIMIT,
+        clock_limit=PATIENCE,
         memory_limit_mb=2048,
     )
     with Scorer(config) as scorer:
@@ -41,7 +43,9 @@ def hostile():
 
 @pytest.fixture(scope="module")
 def maths():
-    config = RewardConfig((RewardComponent("math"),), workers=2, time_limit=2.0)
+    config = RewardConfig(
+        (RewardComponent("math"),), workers=2, time_limit=0.5, clock_limit=PATIENCE
+    )
     with Scorer(config) as scorer:
         scorer.wait_ready()
         yield scorer
@@ -58,14 +62,14 @@ def maths():
         ("inf", "non_finite"),
         ("hang", "timed_out"),
         ("swallow", "timed_out"),
-        ("hang outside python", "timed_out"),
+        ("compute outside python", "timed_out"),
         ("die", "died"),
     ],
 )
 def test_what_fails_scores_zero_is_counted_and_stops_nothing(hostile, behaviour, problem):
     start = time.monotonic()
     scores = score(hostile, "1", behaviour, "2", "3")
-    assert time.monotonic() - start < 30  # a limit of 0.5 s and a replaced worker, on a busy box
+    assert time.monotonic() - start < PATIENCE
     assert scores.components["act"].tolist() == [1.25, 0, 2.25, 3.25]
     assert scores.components["always_one"].tolist() == [1, 1, 1, 1]  # the other term is untouched
     assert scores.total.tolist() == [3.5, 1.0, 5.5, 7.5]
@@ -74,10 +78,21 @@ def test_what_fails_scores_zero_is_counted_and_stops_nothing(hostile, behaviour,
 
 
 def test_several_hanging_rewards_at_once_leave_the_pool_alive(hostile):
-    scores = score(hostile, *["hang outside python", "die"] * 2, "5")
+    scores = score(hostile, *["compute outside python", "die"] * 2, "5")
     assert scores.components["act"].tolist() == [0, 0, 0, 0, 5.25]
     assert scores.problems == {"act/timed_out": 2, "act/died": 2}
     assert score(hostile, "6").components["act"].tolist() == [6.25]
+
+
+def test_a_reward_that_waits_for_ever_is_ended_by_the_clock_and_its_worker_replaced():
+    config = RewardConfig((component("act"),), workers=1, time_limit=LIMIT, clock_limit=1.0)
+    with Scorer(config) as scorer:
+        scorer.wait_ready()
+        before = scorer._workers[0]._process.pid
+        scores = score(scorer, "wait outside python")
+        assert scores.total.tolist() == [0.0] and scores.problems == {"act/timed_out": 1}
+        scorer.wait_ready()
+        assert scorer._workers[0]._process.pid != before
 
 
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(hostile, monkeypatch):
@@ -163,8 +178,7 @@ ADVERSARIAL = [
 def test_a54_adversarial_answers_end_in_time_and_the_workers_survive(maths):
     start = time.monotonic()
     scores = score(maths, *ADVERSARIAL, r"\boxed{4}", answers=["4"] * (len(ADVERSARIAL) + 1))
-    # Two workers, at most 2 s + 1 s each, and the time of replacing those that had to be killed.
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < PATIENCE
     assert scores.total.tolist() == [0.0] * len(ADVERSARIAL) + [1.0]
 
 
@@ -254,8 +268,9 @@ def test_components_that_cannot_be_set_up_are_refused_before_the_run(
         (lambda: RewardComponent(weight=float("nan")), "'verifier' has weight=nan"),
         (lambda: RewardConfig(()), "reward.components is empty"),
         (lambda: RewardConfig((RewardComponent(),) * 2), r"are called \['verifier'\]"),
-        (lambda: RewardConfig(workers=-1), "use workers ≥ 0"),
-        (lambda: RewardConfig(time_limit=0), "time_limit > 0"),
+        (lambda: RewardConfig(workers=-1), "reward.workers = -1, .*: use 0 or more"),
+        (lambda: RewardConfig(time_limit=0), "time_limit = 0 and .*use 0 < time_limit"),
+        (lambda: RewardConfig(time_limit=30), "= 30 and reward.clock_limit = 20.0: use"),
     ],
 )
 def test_bad_settings_are_refused(build, message):
