@@ -54,7 +54,7 @@ class Model(NamedTuple):
 
 def enable_compile_cache(path: Path) -> None:
     """Keep compiled programs between runs, unless the user has chosen a place already."""
-    if getattr(jax.config, "jax_compilation_cache_dir") is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
@@ -128,10 +128,10 @@ def train(config: Config, console: Console | None = None) -> int:
     with Scorer(config.reward) as scorer:  # its workers start while the model loads
         model = load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
+        stream = build_stream(config, data)
         _describe(console, config, model, data)
-        place.mkdir(parents=True, exist_ok=True)
-        (place / folder.CONFIG).write_text(configs.dump(config))
-        return _train(config, console, model, data, scorer, plan, begin)
+        folder.prepare(place, plan, configs.dump(config))  # from here on nothing is refused
+        return _train(config, console, model, data, stream, scorer, plan, begin)
 
 
 def _train(
@@ -139,6 +139,7 @@ def _train(
     console: Console,
     model: Model,
     data: prompting.PromptSets,
+    stream: prompting.PromptStream[prompting.Prompt],
     scorer: Scorer,
     plan: folder.Plan,
     begin: float,
@@ -150,7 +151,6 @@ def _train(
     opt = optimizer.build_optimizer(
         config.optimizer, config.run.steps * config.rollout.updates_per_rollout
     )
-    stream = build_stream(config, data)
     weights = fingerprint(config.model.path)
     state, places, restored = _state(model, opt, checkpointer if plan.action == "resume" else None)
     start, notes = 0, {"first": {}, "last": {}, "nonfinite": 0, "weights": weights}

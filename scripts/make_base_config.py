@@ -1,4 +1,4 @@
-"""Write configs/base.yaml: every key, its default, and the comment that stands beside it in the code.
+"""Write configs/base.yaml: every key, its default, and the comment that stands in the code.
 
 Run after a configuration dataclass has changed: `python scripts/make_base_config.py`.
 """
@@ -32,7 +32,9 @@ def lines(section: Any, indent: int = 0) -> list[str]:
             out += [] if indent else [""]
             out += [f"{pad}{field.name}:  # {title}", *lines(value, indent + 1)]
             continue
-        comment = " ".join((_docstrings.get_field_docstring(type(section), field.name, ()) or "").split())
+        comment = " ".join(
+            (_docstrings.get_field_docstring(type(section), field.name, ()) or "").split()
+        )
         if not comment:
             MISSING.append(f"{type(section).__name__}.{field.name}")
             continue
@@ -44,7 +46,9 @@ def lines(section: Any, indent: int = 0) -> list[str]:
                 out += inner
             continue
         text = yaml.safe_dump(configs.to_plain(value), default_flow_style=True, width=10**6)
-        out += commented(f"{pad}{field.name}: {text.removesuffix('...' + chr(10)).strip()}", comment)
+        out += commented(
+            f"{pad}{field.name}: {text.removesuffix('...' + chr(10)).strip()}", comment
+        )
     return out
 
 

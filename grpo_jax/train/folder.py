@@ -13,6 +13,7 @@ class Plan(NamedTuple):
 
     action: Literal["start", "resume"]
     said: str  # one line for the user
+    aside: Path | None = None  # where `prepare` moves an old run that is in the way
 
 
 def plan(
@@ -20,7 +21,7 @@ def plan(
     resume: Literal["auto", "never"],
     changed: Mapping[str, tuple[Any, Any]],
 ) -> Plan:
-    """Decide between starting and resuming; an old run in the way is moved aside, never deleted.
+    """Decide between starting and resuming; nothing is touched yet.
 
     Args:
       folder: the run folder.
@@ -35,8 +36,8 @@ def plan(
     if (folder / RESULT).exists() or resume == "never":
         state = "a finished run" if (folder / RESULT).exists() else "an unfinished run"
         aside = _free_name(folder)
-        folder.rename(aside)
-        return Plan("start", f"{folder} held {state}, now in {aside}; starting a new one")
+        said = f"{folder} holds {state}, which moves to {aside}; starting a new one"
+        return Plan("start", said, aside)
     if not has_checkpoint(folder):
         return Plan("start", f"the run in {folder} had saved nothing yet; starting it again")
     if changed:
@@ -47,6 +48,14 @@ def plan(
             "(the old run is moved aside)"
         )
     return Plan("resume", f"resuming the unfinished run in {folder}")
+
+
+def prepare(folder: Path, chosen: Plan, config: str) -> None:
+    """Move an old run aside (never delete it), make the folder, and write the config into it."""
+    if chosen.aside is not None:
+        folder.rename(chosen.aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(config)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -138,7 +138,9 @@ def test_filters_and_minimum_lengths_warn_by_name(base_config):
     assert "min_new_tokens" in text and "paid twice" in text
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_every_config_in_the_repository_loads(path):
     configs.validate(configs.load(path))
 
