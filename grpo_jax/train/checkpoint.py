@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -358,5 +359,23 @@ class _NotOrbax(logging.Filter):
 
 def _silence_orbax() -> None:
     logger = logging.getLogger("absl")
-    if not any(isinstance(f, _NotOrbax) for f in logger.filters):
-        logger.addFilter(_NotOrbax())
+    if any(isinstance(f, _NotOrbax) for f in logger.filters):
+        return
+    logger.addFilter(_NotOrbax())
+    others = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not _left_by_orbax(unraisable):
+            others(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _left_by_orbax(unraisable: Any) -> bool:
+    """Say whether an error that Python cannot raise is the debris of a save or restore that failed.
+
+    Python would print a page for each array, around the one line that we say.
+    """
+    code = getattr(unraisable.object, "cr_code", None)
+    coroutine = code is not None and "orbax" in code.co_filename
+    return coroutine or str(unraisable.exc_value) == "Event loop is closed"
