@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_TOP_K_CALL_LIMIT = 256  # up to here `lax.top_k` beats counting passes over the row
+_FEW = 1024  # up to so many values `lax.top_k` beats counting passes over the row
 _BLOCK = 256  # ids a block in the two-level search for a running sum
 
 
@@ -216,15 +216,20 @@ def _first_beyond(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax
 
 def _k_largest(z: jax.Array, k: int) -> tuple[jax.Array | None, jax.Array]:
     """Return the k largest values of each row in falling order (None for large k), and the k-th."""
-    if k > _TOP_K_CALL_LIMIT:
+    if k > _FEW:
         return None, _bisect(
             lambda t: jnp.sum(z >= t[..., None], axis=-1) >= k,
             failing=jnp.full(z.shape[:-1], jnp.inf, z.dtype),
             holding=jnp.full(z.shape[:-1], -jnp.inf, z.dtype),
         )
-    # Without the barrier, taking one value of `top_k` turns the call into a full sort.
-    values = jax.lax.optimization_barrier(jax.lax.top_k(z, k)[0])
+    values = _few_largest(z, k)
     return values, values[..., -1]
+
+
+def _few_largest(z: jax.Array, k: int) -> jax.Array:
+    """Return the k largest values of each row in falling order, [..., k]."""
+    # Without the barrier, taking one of the values turns the call into a full sort.
+    return jax.lax.optimization_barrier(jax.lax.top_k(z, k)[0])
 
 
 def _top_p(
@@ -241,20 +246,29 @@ def _top_p(
     def mass_above(threshold: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(z > threshold[..., None], weight, 0.0), axis=-1)
 
-    if largest is not None:
-        ranked = jnp.exp(largest - peak[..., None])
-        running = jnp.cumsum(ranked, axis=-1)
-        before = jnp.concatenate([jnp.zeros_like(running[..., :1]), running[..., :-1]], axis=-1)
-        stays = jnp.sum(before < goal[..., None], axis=-1)
-        cut = jnp.take_along_axis(largest, jnp.maximum(stays - 1, 0)[..., None], axis=-1).squeeze(
-            -1
-        )
-    else:
+    few = _few_largest(z, min(_FEW, z.shape[-1])) if largest is None else largest
+    cut, covered = _cut_among(few, peak, goal)
+    if largest is None and few.shape[-1] < z.shape[-1]:
         # Tokens of weight up to (1 - p)/V together hold at most 1 - p, so the cut lies above them.
         floor = peak + (math.log(max(1.0 - p, 1e-30) / z.shape[-1]) - 0.5)
         below = jnp.maximum(floor, jnp.nextafter(found.threshold, -jnp.inf))
-        cut = _bisect(lambda t: mass_above(t) < goal, failing=below, holding=peak)
+
+        def search() -> jax.Array:
+            return _bisect(lambda t: mass_above(t) < goal, failing=below, holding=peak)
+
+        # A row's answer must not depend on its neighbours, so covered rows never take the search's.
+        far = jax.lax.cond(jnp.all(covered), lambda: cut, search)
+        cut = jnp.where(covered, cut, far)
     return Support(cut, _last_tie(z, peak, cut, goal - mass_above(cut)))
+
+
+def _cut_among(largest: jax.Array, peak: jax.Array, goal: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the smallest of these values ranked before the goal, and whether they reach it."""
+    running = jnp.cumsum(jnp.exp(largest - peak[..., None]), axis=-1)
+    # The first is ranked before any goal, the next while the sum before it is below the goal.
+    stays = jnp.sum(running[..., :-1] < goal[..., None], axis=-1)
+    cut = jnp.take_along_axis(largest, stays[..., None], axis=-1).squeeze(-1)
+    return cut, running[..., -1] >= goal
 
 
 def _last_tie(z: jax.Array, peak: jax.Array, cut: jax.Array, missing: jax.Array) -> jax.Array:

@@ -7,7 +7,8 @@ padding have no predecessor and score 0.
 Two paths, one arithmetic. The whole path turns all hidden states into logits `[B, T, V]`. The
 chunked path takes a few tokens at a time, recomputes their logits in the backward pass, and adds
 up the head's gradient in float32, so that `[B, T, V]` never exists; tokens that nobody asks for
-never meet the head at all.
+never meet the head at all. Where the head is row-wise (see `core/policy.py`), its gradient is added
+up in blocks of vocabulary, so that no second copy of it exists either.
 
 Exclusion comes first: hidden states that score nothing are set to 0 before the head, so whatever
 they hold, NaN included, reaches neither a value nor a gradient.
@@ -28,10 +29,14 @@ from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Head, Params, Policy, UnembedFn
 
+_VOCABULARY_BLOCK = 8192  # rows of the head's gradient that are computed at one time, at most
+
 
 class _Spec(NamedTuple):
-    """What to score; static."""
+    """What to score, and with which head; static."""
 
+    unembed: UnembedFn
+    row_wise_head: bool
     filter: FilterConfig
     unfiltered: bool
     entropy: bool
@@ -89,7 +94,7 @@ def token_scores(
     """
     chex.assert_equal_shape([tokens, positions, segment_ids])
     filtering.check_trainable(filter)
-    spec = _Spec(filter, unfiltered, entropy, kept_mass)
+    spec = _Spec(policy.unembed, policy.row_wise_head, filter, unfiltered, entropy, kept_mass)
     scored = _has_predecessor(segment_ids)
     if mask is not None:
         chex.assert_equal_shape([tokens, mask])
@@ -102,9 +107,7 @@ def token_scores(
     if chunk_size is None:
         scores = _score(spec, policy.unembed(head, hidden), targets)
     else:
-        scores = _score_in_chunks(
-            spec, policy.unembed, head, hidden, targets, scored, chunk_size, lanes
-        )
+        scores = _score_in_chunks(spec, head, hidden, targets, scored, chunk_size, lanes)
     # A token that is not scored has hidden state 0: its score is finite, and dropped here.
     return jax.tree.map(lambda x: jnp.where(scored, x, 0), scores)
 
@@ -223,7 +226,6 @@ _score.defvjp(_score_forward, _score_backward)
 
 def _score_in_chunks(
     spec: _Spec,
-    unembed: UnembedFn,
     head: Head,
     hidden: jax.Array,
     targets: jax.Array,
@@ -257,7 +259,7 @@ def _score_in_chunks(
         )
         return x.reshape(rows, width)
 
-    scores = _chunked(spec, unembed, chunk, head, front(hidden), front(targets), chunks)
+    scores = _chunked(spec, chunk, head, front(hidden), front(targets), chunks)
     return jax.tree.map(back, scores)
 
 
@@ -269,10 +271,9 @@ def _put(x: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, update.astype(x.dtype), start, axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked(
     spec: _Spec,
-    unembed: UnembedFn,
     chunk: int,
     head: Head,
     hidden: jax.Array,
@@ -282,7 +283,7 @@ def _chunked(
     """Score targets [S, M] in `chunks` slices of the M axis; tokens beyond them score 0."""
 
     def one(start: jax.Array) -> TokenScores:
-        logits = unembed(head, _slice(hidden, start, chunk))
+        logits = spec.unembed(head, _slice(hidden, start, chunk))
         return _score(spec, logits, _slice(targets, start, chunk))
 
     def body(i: jax.Array, scores: TokenScores) -> TokenScores:
@@ -294,38 +295,76 @@ def _chunked(
     return jax.lax.fori_loop(0, chunks, body, empty)
 
 
-def _chunked_forward(spec, unembed, chunk, head, hidden, targets, chunks):
-    scores = _chunked(spec, unembed, chunk, head, hidden, targets, chunks)
+def _chunked_forward(spec, chunk, head, hidden, targets, chunks):
+    scores = _chunked(spec, chunk, head, hidden, targets, chunks)
     return scores, (head, hidden, targets, chunks)
 
 
-def _chunked_backward(spec, unembed, chunk, residuals, cotangents):
+def _chunked_backward(spec, chunk, residuals, cotangents):
     """Recompute each chunk's logits, and add up the head's gradient over chunks and lanes."""
     head, hidden, targets, chunks = residuals
-    wide = lambda x: jnp.promote_types(x.dtype, jnp.float32)  # noqa: E731
+    lanes = targets.shape[0]
 
-    def lane(head: Head, h: jax.Array, y: jax.Array, upstream: TokenScores):
-        _, pull = jax.vjp(lambda head, h: _score(spec, unembed(head, h), y), head, h)
-        return pull(upstream)
-
-    # A sum per lane, so that on a mesh the lanes meet once, after the loop.
-    over_lanes = jax.vmap(lane, in_axes=(None, 0, 0, 0))
+    def logits_gradient(h: jax.Array, y: jax.Array, upstream: TokenScores) -> jax.Array:
+        _, pull = jax.vjp(lambda z: _score(spec, z, y), spec.unembed(head, h))
+        return pull(upstream)[0]
 
     def body(i: jax.Array, carry):
         d_head, d_hidden = carry
         start = i * chunk
+        h, y = _slice(hidden, start, chunk), _slice(targets, start, chunk)
         upstream = jax.tree.map(lambda g: _slice(g, start, chunk), cotangents)
-        part, d_h = over_lanes(
-            head, _slice(hidden, start, chunk), _slice(targets, start, chunk), upstream
-        )
-        d_head = jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, part)
+        d_logits = jax.vmap(logits_gradient)(h, y, upstream)
+        d_head, d_h = _pull_back(spec, head, h, d_logits, d_head)
         return d_head, _put(d_hidden, d_h, start)
 
-    lanes = targets.shape[0]
-    d_head = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), wide(w)), head)
-    d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, (d_head, jnp.zeros_like(hidden)))
+    # A sum for each lane, so that on a mesh the lanes meet once, after the loop.
+    nothing = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), _wide(w)), head)
+    d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, (nothing, jnp.zeros_like(hidden)))
     d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
     return d_head, d_hidden, None, None
+
+
+def _wide(x: jax.Array):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _pull_back(
+    spec: _Spec, head: Head, h: jax.Array, d_logits: jax.Array, d_head: Head
+) -> tuple[Head, jax.Array]:
+    """Take gradients [S, C, V] back through the head: add to its gradient, return d hidden."""
+
+    def lane(head: Head, h: jax.Array, d_logits: jax.Array) -> tuple[Head, jax.Array]:
+        return jax.vjp(spec.unembed, head, h)[1](d_logits)
+
+    over_lanes = jax.vmap(lane, in_axes=(None, 0, 0))
+    vocabulary = d_logits.shape[-1]
+    block = _block_size(vocabulary) if spec.row_wise_head else vocabulary
+    if block == vocabulary:
+        part, d_h = over_lanes(head, h, d_logits)
+        return jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, part), d_h
+
+    def body(i: jax.Array, carry):
+        d_head, d_h = carry
+        start = i * block
+        rows = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, start, block), head)
+        d_z = jax.lax.dynamic_slice_in_dim(d_logits, start, block, axis=-1)
+        part, d_h_part = over_lanes(rows, h, d_z)
+        d_head = jax.tree.map(
+            lambda total, new: _put(total, _slice(total, start, block) + new, start), d_head, part
+        )
+        return d_head, d_h + d_h_part
+
+    start = jnp.zeros(h.shape, _wide(h))
+    d_head, d_h = jax.lax.fori_loop(0, vocabulary // block, body, (d_head, start))
+    return d_head, d_h.astype(h.dtype)
+
+
+def _block_size(vocabulary: int) -> int:
+    """Return the largest divisor of the vocabulary up to a block; all of it if that is tiny."""
+    divisors = (n for n in range(_VOCABULARY_BLOCK, 0, -1) if vocabulary % n == 0)
+    block = next(divisors)
+    return block if block >= _VOCABULARY_BLOCK // 16 else vocabulary
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

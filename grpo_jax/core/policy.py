@@ -1,6 +1,7 @@
 """A model is a NamedTuple of pure functions.
 
-Symbols: `B` rows, `T` tokens a row, `V` vocabulary, `D` width, `N` slots of a decoder, `S` cache length.
+Symbols: `B` rows, `T` tokens a row, `V` vocabulary, `D` width, `N` slots of a decoder, `S` cache
+length.
 """
 
 from collections.abc import Callable
@@ -30,22 +31,28 @@ class Policy(NamedTuple):
 
     The head is a function of its own, so that the chunked log-probabilities can differentiate a
     chunk of logits with respect to the head alone, and never touch the rest of the parameters.
+
+    A head is row-wise when every one of its arrays has the vocabulary in front, and some of their
+    rows give the logits of just those tokens: `unembed(head[a:b], h) = unembed(head, h)[..., a:b]`.
+    Saying so lets the head's gradient be written block by block, without a second copy of it.
     """
 
     hidden: HiddenFn
     head: HeadFn
     unembed: UnembedFn
+    row_wise_head: bool = False
 
 
 class Decoder(NamedTuple):
     """Cached decoding for one model, as pure functions over a slot-indexed cache.
 
     Attributes:
-      init_cache: (slots: int, length: int) -> cache holding `length` positions for each of `slots` rows.
-      prefill: (params, tokens i32[N, P] right-padded, lengths i32[N], cache) -> (logits f32[N, V] of
-        each row's last real token, cache with positions [0, lengths) filled). P <= cache length.
-      step: (params, tokens i32[N], positions i32[N], cache) -> (logits f32[N, V], cache). Each row's
-        token is written at its own position and sees positions <= its own.
+      init_cache: (slots: int, length: int) -> cache holding `length` positions for each of `slots`
+        rows.
+      prefill: (params, tokens i32[N, P] right-padded, lengths i32[N], cache) -> (logits f32[N, V]
+        of each row's last real token, cache with positions [0, lengths) filled). P <= cache length.
+      step: (params, tokens i32[N], positions i32[N], cache) -> (logits f32[N, V], cache). Each
+        row's token is written at its own position and sees positions <= its own.
       repeat: (cache, times: int) -> cache in which every row stands `times` times, interleaved
         (row i becomes rows i*times .. i*times+times-1); shares one prefill among a group.
       prepare: params -> the layout that `prefill` and `step` want (casts, transposes); called once

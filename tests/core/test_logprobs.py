@@ -26,7 +26,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def bag_policy():
+def bag_policy(row_wise_head=False):
     """A model small enough to know by heart: the hidden state is an embedding plus a bias."""
 
     def hidden(params, tokens, positions, segment_ids):
@@ -35,7 +35,12 @@ def bag_policy():
     def unembed(head, hidden):
         return jnp.einsum("...d,vd->...v", hidden, head)
 
-    return Policy(hidden=hidden, head=lambda params: params["head"], unembed=unembed)
+    return Policy(
+        hidden=hidden,
+        head=lambda params: params["head"],
+        unembed=unembed,
+        row_wise_head=row_wise_head,
+    )
 
 
 def bag_params(dtype=np.float64, vocabulary=V):
@@ -59,13 +64,15 @@ def batch():
     return rng.integers(0, V, (ROWS, WIDTH)).astype(np.int32), positions, segments
 
 
-@functools.partial(jax.jit, static_argnames=("filter", "chunk_size", "lanes"))
-def scores_and_gradients(params, weights, tokens, positions, segments, mask=None, **options):
+@functools.partial(jax.jit, static_argnames=("filter", "chunk_size", "lanes", "row_wise_head"))
+def scores_and_gradients(
+    params, weights, tokens, positions, segments, mask=None, row_wise_head=False, **options
+):
     """Return all scores, and the gradient of a weighted sum of everything that carries one."""
 
     def loss(params):
         scores = logprobs.token_scores(
-            bag_policy(), params, tokens, positions, segments,
+            bag_policy(row_wise_head), params, tokens, positions, segments,
             unfiltered=True, entropy=True, kept_mass=True, mask=mask, **options,
         )  # fmt: skip
         finite = jnp.where(scores.logprobs > -jnp.inf, scores.logprobs, 0.0)
@@ -139,6 +146,22 @@ def test_chunked_equals_whole(filter, chunk_size, lanes, inputs):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), chunked, whole
     )
+
+
+def test_a_row_wise_head_in_blocks_gives_the_same_gradient(inputs, monkeypatch):
+    whole = scores_and_gradients(*inputs, filter=ALL, chunk_size=None)
+    monkeypatch.setattr(logprobs, "_VOCABULARY_BLOCK", 16)  # 40 = 4 blocks of 10
+    blocks = scores_and_gradients(*inputs, filter=ALL, chunk_size=5, lanes=2, row_wise_head=True)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), blocks, whole
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "block"), [(49_152, 8192), (151_936, 4748), (8191 * 3, 8191), (49_157, 49_157)]
+)
+def test_blocks_divide_the_vocabulary_or_are_all_of_it(vocabulary, block):
+    assert logprobs._block_size(vocabulary) == block
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
