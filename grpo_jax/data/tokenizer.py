@@ -213,7 +213,7 @@ class ByteTokenizer:
             if int(i) < 256:
                 out.append(int(i))
             elif not skip_special:
-                out += self._SPECIAL[int(i)].encode()
+                out += self._SPECIAL.get(int(i), "\ufffd").encode()  # a vocabulary may be padded
         return out.decode("utf-8", errors="replace")
 
     def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:

@@ -80,7 +80,7 @@ def collect(
     )
     sampled = time.perf_counter()
     repeated, group_ids = repeat_prompts(prompts, completions)
-    texts = [tokenizer.decode(ids.tolist()) for ids in completion_ids(rows)]
+    texts = tokenizer.decode_batch(completion_ids(rows))
     scores = scorer.score(
         [prompt.example for prompt in repeated],
         texts,

@@ -45,7 +45,10 @@ def base_config(tiny_folder) -> dict:
         },
         "sampling": {"max_new_tokens": 8},
         "engine": {"prompt_bucket": 128},
-        "reward": {"components": [{"kind": "length", "params": {"target": 4}}], "workers": 0},
+        "reward": {
+            "components": [{"kind": f"{Path(__file__).parent}/slow_reward.py:score"}],
+            "workers": 0,
+        },
         "optimizer": {"lr": 0.003, "schedule": "cosine"},
         "checkpoint": {"every": 2},
         "report": {"picture_every": 0},
@@ -74,14 +77,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(*arguments: object) -> subprocess.Popen:
-    """Start `grpo-jax` in a process of its own."""
+def start(*arguments: object, **variables: str) -> subprocess.Popen:
+    """Start `grpo-jax` in a process of its own, with additional environment variables."""
     return subprocess.Popen(
         [sys.executable, "-m", "grpo_jax", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment(),
+        env=environment() | variables,
         cwd=REPOSITORY,
     )
 
