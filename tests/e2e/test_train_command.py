@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from grpo_jax.models import hf
 from tests.e2e.conftest import finish, start
 
 TIMINGS = ("time", "seconds/", "tokens_per_second", "programs/")
@@ -129,3 +131,19 @@ def test_non_finite_steps_are_refused_dumped_and_end_the_run(base_config, tmp_pa
     assert dumps
     status, output = finish(start("parity", dumps[0]))
     assert "Traceback" not in output, output
+
+
+def test_the_export_opens_in_transformers_with_the_same_logits(undisturbed):
+    """Float32 rounding of two implementations: 2e-4 on logits of order 1."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = undisturbed[0] / "export"
+    ours = hf.load_model(folder)
+    tokens = np.random.default_rng(0).integers(0, ours.config.vocab_size, (3, 20), np.int32)
+    positions = np.broadcast_to(np.arange(20, dtype=np.int32), tokens.shape)
+    hidden = ours.policy.hidden(ours.params, tokens, positions, np.ones_like(tokens))
+    logits = ours.policy.unembed(ours.policy.head(ours.params), hidden)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=2e-4)

@@ -1,0 +1,168 @@
+"""Between the sampler and the loss: which rows are trained, with what advantage, in what batch."""
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.core.advantages import AdvantageConfig
+from grpo_jax.data.prompts import Example, Prompt
+from grpo_jax.data.tokenizer import ByteTokenizer
+from grpo_jax.rewards.scoring import Scores
+from grpo_jax.rewards.shaping import ShapingConfig
+from grpo_jax.sampling.generate import STOP_REASONS, Generation
+from grpo_jax.train import prepare
+from grpo_jax.train.filters import FiltersConfig
+from grpo_jax.train.rollout import Rollout, RolloutConfig
+
+CONFIG = RolloutConfig(prompts_per_step=2, completions_per_prompt=2, length_multiple=8)
+
+
+def rules(filters=None, advantage=None, shaping=None, filtering_on=False) -> prepare.Rules:
+    """Rules with defaults for what a test does not look at."""
+    return prepare.Rules(
+        shaping or ShapingConfig(),
+        filters or FiltersConfig(),
+        advantage or AdvantageConfig(normalize_rewards=False, use_leave_one_out_baseline=False),
+        filtering_on,
+    )
+
+
+def rollout(rewards=(1.0, 0.0, 1.0, 1.0), truncated=(0, 0, 0, 0), valid=(1, 1, 1, 1)) -> Rollout:
+    """Four rows: prompts of 2 tokens, completions of 1, 2, 3 and 1 tokens."""
+    lengths = np.array([1, 2, 3, 1], np.int32)
+    tokens = np.arange(24, dtype=np.int32).reshape(4, 6) + 97
+    inside = np.arange(6)[None] < 2 + lengths[:, None]
+    reasons = [STOP_REASONS.index("length" if t else "stop") for t in truncated]
+    return Rollout(
+        prompts=[Prompt(Example("p", "a"), tokens[i, :2], f"prompt {i // 2}") for i in range(4)],
+        group_ids=np.array([0, 0, 1, 1]),
+        rows=Generation(
+            np.where(inside, tokens, 0),
+            np.full(4, 2, np.int32),
+            lengths,
+            np.where(inside & (np.arange(6) >= 2), -0.5, 0.0).astype(np.float32),
+            np.array(reasons, np.int8),
+        ),
+        texts=["a", "b", "c", "d"],
+        scores=Scores(
+            np.array(rewards), {"verifier": np.array(rewards)}, np.array(valid, bool), {}
+        ),
+        seconds={"rollout": 1.0, "reward": 0.5},
+    )
+
+
+def run(sampled: Rollout, chosen: prepare.Rules) -> prepare.Prepared:
+    """All of it, without a score pass."""
+    weighed = prepare.weigh(sampled, chosen)
+    return prepare.finish(sampled, weighed, prepare.collate(sampled, weighed, CONFIG), chosen)
+
+
+def test_advantages_stand_on_trained_tokens_only():
+    prepared = run(rollout(), rules())
+    advantages, mask = np.asarray(prepared.batch.advantages), np.asarray(prepared.batch.token_mask)
+    assert mask.sum(axis=1).tolist() == [1, 2, 3, 1]
+    assert np.all(advantages[~mask] == 0)
+    assert advantages[0, 2] == 0.5 and advantages[1, 2:4].tolist() == [-0.5, -0.5]
+    assert np.all(advantages[2:] == 0)  # a group of equal rewards has nothing to say
+
+
+@pytest.mark.parametrize(
+    ("filters", "sampled", "dropped"),
+    [
+        (FiltersConfig(overlong_filtering=True), dict(truncated=(0, 1, 0, 0)), {1: "overlong"}),
+        (FiltersConfig(), dict(truncated=(0, 1, 0, 0)), {}),
+        (
+            FiltersConfig(drop_constant_groups=True),
+            {},
+            {2: "constant_group", 3: "constant_group"},
+        ),
+        (FiltersConfig(), dict(rewards=(1.0, 0.0, 0.0, 1.0), valid=(1, 1, 0, 1)), {2: "unscored"}),
+    ],
+)
+def test_dropped_rows_have_no_weight_and_a_reason(filters, sampled, dropped):
+    prepared = run(rollout(**sampled), rules(filters))
+    assert {i: r for i, r in enumerate(prepared.dropped) if r} == dropped
+    weights = np.asarray(prepared.batch.sample_weights)
+    inside = np.asarray(prepared.batch.segment_ids) > 0
+    for i in range(4):
+        assert np.all(weights[i][inside[i]] == (0 if i in dropped else 1))
+    counts = next(prepare.split_updates(prepared.batch, 1))[1]
+    assert counts.sequences == 4 - len(dropped)
+
+
+def test_sequence_error_filter_reads_the_scored_logprobs():
+    sampled, chosen = rollout(), rules(FiltersConfig(seq_logprob_error_threshold=2.0))
+    weighed = prepare.weigh(sampled, chosen)
+    batch = prepare.collate(sampled, weighed, CONFIG)
+    previous = np.array(batch.generation_logprobs)
+    previous[1, 2] -= 3.0
+    prepared = prepare.finish(sampled, weighed, batch.replace(prev_logprobs=previous), chosen)
+    assert prepared.dropped == [None, "sequence_error", None, None]
+
+
+def test_order_of_rows_changes_nothing():
+    sampled = rollout(rewards=(1.0, 0.0, 0.25, 0.75))
+    order = np.array([3, 0, 2, 1])
+    plain = np.asarray(run(sampled, rules()).batch.advantages)
+    turned = np.asarray(run(prepare.take(sampled, order), rules()).batch.advantages)
+    np.testing.assert_array_equal(plain[order], turned)
+
+
+def test_updates_split_rows_and_count_each_part():
+    prepared = run(rollout(), rules(FiltersConfig(drop_constant_groups=True)))
+    parts = list(prepare.split_updates(prepared.batch, 2))
+    assert [float(c.tokens) for _, c in parts] == [3.0, 0.0]
+    assert [p.tokens.shape for p, _ in parts] == [(2, 8), (2, 8)]
+
+
+def test_dynamic_sampling_collects_until_groups_differ():
+    calls = []
+
+    def collect(key):
+        calls.append(key)
+        return rollout()
+
+    chosen = rules(FiltersConfig(use_dynamic_sampling=True))
+    whole, metrics = prepare.gather(collect, jax.random.key(0), chosen, CONFIG)
+    assert len(calls) == 2  # each batch has one group with unequal rewards
+    assert not np.array_equal(*(jax.random.key_data(k) for k in calls))
+    assert whole.scores.total.tolist() == [1, 0, 1, 0]
+    assert len(set(whole.group_ids.tolist())) == 2
+    assert metrics["dynamic_sampling/num_gen_batches"] == 2
+    assert whole.seconds == {"rollout": 2.0, "reward": 1.0}
+
+
+def test_a_short_step_is_filled_with_rows_without_weight():
+    sampled = prepare.take(rollout(), np.array([0, 1]))
+    prepared = run(sampled, rules())
+    assert prepared.batch.tokens.shape[0] == 4
+    assert np.all(np.asarray(prepared.batch.sample_weights)[2:] == 0)
+
+
+def test_updates_of_a_step_merge_by_kind():
+    merged = prepare.merge_updates(
+        [
+            {"tokens": 3.0, "loss": 1.0, "grad_norm": 2.0, "probs_ratio_max": 1.5, "param_norm": 1},
+            {"tokens": 5.0, "loss": 3.0, "grad_norm": 4.0, "probs_ratio_max": 1.2, "param_norm": 2},
+        ]
+    )
+    assert merged == {
+        "tokens": 8.0,
+        "loss": 2.0,
+        "grad_norm": 3.0,
+        "grad_norm_max": 4.0,
+        "probs_ratio_max": 1.5,
+        "param_norm": 2,
+    }
+
+
+def test_sample_rows_tell_what_decided_the_training():
+    sampled = rollout(truncated=(0, 1, 0, 0))
+    prepared = run(sampled, rules(FiltersConfig(overlong_filtering=True)))
+    rows = prepare.sample_rows(7, sampled, prepared, ByteTokenizer())
+    assert rows[1]["dropped"] == "overlong" and rows[1]["weight"] == 0
+    assert rows[1]["stop_reason"] == "length" and rows[0]["stop_reason"] == "stop"
+    assert (
+        rows[2]["completion_length"] == len(rows[2]["tokens"]) == len(rows[2]["token_texts"]) == 3
+    )
+    assert rows[0]["advantage"] == 0.5 and rows[0]["components"] == {"verifier": 1.0}
