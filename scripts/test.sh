@@ -12,4 +12,4 @@ ruff format --check .
 ruff check .
 pyright
 lint-imports
-exec python -m pytest "$@"
+exec python -m pytest -n 2 --dist loadfile "$@"
