@@ -108,6 +108,21 @@ def check_trainable(config: FilterConfig) -> None:
         )
 
 
+def check_vocabulary(config: FilterConfig, vocabulary: int) -> None:
+    """Refuse, where a run is put together, a top-k that the vocabulary cannot fill.
+
+    The filters themselves keep everything then; in a configuration it is a slip.
+
+    Raises:
+      ValueError: top_k exceeds the vocabulary.
+    """
+    if config.uses_top_k and config.top_k is not None and config.top_k > vocabulary:
+        raise ValueError(
+            f"top_k={config.top_k} is more than the vocabulary of {vocabulary} tokens; "
+            "lower it, or turn it off with None"
+        )
+
+
 def scale(logits: jax.Array, temperature: float) -> jax.Array:
     """Divide logits by the temperature, in float32 or better; 0 leaves them as they are."""
     z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

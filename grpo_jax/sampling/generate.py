@@ -9,6 +9,7 @@ prompt `i`), `L` width of the prompts, `R` new tokens at most, `W = L + R`, `V` 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
@@ -90,8 +91,8 @@ def generate(
     *,
     config: SamplingConfig,
     group_size: int = 1,
-    stop_ids: tuple[int, ...] = (),
-    pad_id: int = 0,
+    stop_ids: jax.Array | Sequence[int] = (),
+    pad_id: jax.Array | int = 0,
 ) -> Generation:
     """Draw `group_size` completions of every prompt.
 
@@ -104,14 +105,15 @@ def generate(
       key: the key is read, not consumed: the same key and ids give the same draws.
       config: static.
       group_size: static.
-      stop_ids: static; a completion ends with, and includes, the first of these that is drawn.
-      pad_id: static; fills the rest of a row.
+      stop_ids: i32[K]; a completion ends with, and includes, the first of these that is drawn.
+      pad_id: fills the rest of a row; may equal a stop token.
 
     Returns:
       The sampled rows on the device.
     """
     chex.assert_rank([prompts, lengths, request_ids], [2, 1, 1])
     count, width = prompts.shape
+    stop_ids = jnp.asarray(stop_ids, jnp.int32)
     params = decoder.prepare(params)
     cache = decoder.init_cache(count, width + config.max_new_tokens)
     logits, cache = decoder.prefill(params, prompts, jnp.maximum(lengths, 1), cache)
@@ -188,18 +190,18 @@ def _row_keys(key: jax.Array, request_ids: jax.Array, group_size: int) -> jax.Ar
 
 
 def _without_stops(
-    logits: jax.Array, step: jax.Array, stop_ids: tuple[int, ...], min_new_tokens: int
+    logits: jax.Array, step: jax.Array, stop_ids: jax.Array, min_new_tokens: int
 ) -> jax.Array:
     """Rule stop tokens out while the completion is too short."""
     # The last of `min_new_tokens` may itself be the stop token.
-    if min_new_tokens <= 1 or not stop_ids:
+    if min_new_tokens <= 1:
         return logits
-    blocked = logits.at[:, jnp.asarray(stop_ids)].set(-jnp.inf)
-    return jnp.where(step + 1 < min_new_tokens, blocked, logits)
+    stops = jnp.isin(jnp.arange(logits.shape[-1]), stop_ids)
+    return jnp.where(stops[None] & (step + 1 < min_new_tokens), -jnp.inf, logits)
 
 
 def _initial_state(
-    prompts: jax.Array, lengths: jax.Array, cache: Cache, new_tokens: int, pad_id: int
+    prompts: jax.Array, lengths: jax.Array, cache: Cache, new_tokens: int, pad_id: jax.Array | int
 ) -> _State:
     rows, width = prompts.shape
     inside = jnp.arange(width)[None, :] < lengths[:, None]
@@ -221,7 +223,7 @@ def _record(
     token: jax.Array,
     logprob: jax.Array,
     lengths: jax.Array,
-    stop_ids: tuple[int, ...],
+    stop_ids: jax.Array,
     max_new_tokens: int,
 ) -> _State:
     """Write one new token into every running row and see which rows end with it."""
@@ -234,7 +236,7 @@ def _record(
     logprobs = state.logprobs.at[rows, column].set(
         jnp.where(running, logprob, state.logprobs[rows, column]), unique_indices=True
     )
-    stopped = running & jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
+    stopped = running & jnp.isin(token, stop_ids)
     ended = running & ~stopped & (state.step + 1 >= max_new_tokens)
     reason = jnp.where(stopped, STOP, jnp.where(ended, LENGTH, state.stop_reasons))
     return _State(

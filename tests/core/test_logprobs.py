@@ -138,8 +138,9 @@ def test_scores_and_gradients_are_those_of_the_definition(filter, inputs):
     )
 
 
-@pytest.mark.parametrize("filter", [NONE, ALL], ids=["off", "all"])
-@pytest.mark.parametrize(("chunk_size", "lanes"), [(1, 1), (5, 1), (7, 2), (100, 4)])
+@pytest.mark.parametrize(
+    ("filter", "chunk_size", "lanes"), [(NONE, 1, 1), (NONE, 7, 2), (ALL, 5, 1), (ALL, 100, 4)]
+)
 def test_chunked_equals_whole(filter, chunk_size, lanes, inputs):
     whole = scores_and_gradients(*inputs, filter=filter, chunk_size=None)
     chunked = scores_and_gradients(*inputs, filter=filter, chunk_size=chunk_size, lanes=lanes)

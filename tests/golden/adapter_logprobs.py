@@ -1,21 +1,19 @@
 """Our log-probabilities behind the interface of the conformance checker.
 
-Cases are padded to a few shapes, so that a configuration is compiled once; padded vocabulary holds
--inf and is never kept, padded tokens are segment 0.
+Cases are padded to one shape and evaluated operation by operation, which is faster than compiling a
+program for each; padded vocabulary holds -inf and is never kept, padded tokens are segment 0.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.core import logprobs
+from grpo_jax.core import filtering, logprobs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Policy
 
 CHUNK_SIZE = None  # None: whole logits; a number: the chunked path
-_ROWS, _WIDTH = 3, 6
+_ROWS, _WIDTH, _VOCABULARY = 3, 6, 1024
 _LOGITS = Policy(  # its parameters are its logits, which keep their precision
     hidden=lambda params, tokens, positions, segments: params,
     head=lambda params: (),
@@ -29,18 +27,13 @@ def setup(dtype):
     jax.config.update("jax_enable_x64", dtype == "float64")
 
 
-# Tiny programs, run once each: compiling them well would take four times as long.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@functools.partial(jax.jit, static_argnames=("filter", "chunk_size"), compiler_options=_QUICK)
-def _scores_and_gradients(logits, ids, segments, proj, filter, chunk_size):
+def _scores_and_gradients(logits, ids, segments, proj, filter):
     positions = jnp.zeros_like(ids)
 
     def score(logits):
         scores = logprobs.token_scores(
             _LOGITS, logits, ids, positions, segments,
-            filter=filter, unfiltered=True, chunk_size=chunk_size,
+            filter=filter, unfiltered=True, chunk_size=CHUNK_SIZE,
         )  # fmt: skip
         return scores.logprobs, scores.unfiltered
 
@@ -54,15 +47,15 @@ def _scores_and_gradients(logits, ids, segments, proj, filter, chunk_size):
 def next_token_logprobs(inputs, config):
     """Return filtered and unfiltered log-probabilities [B, T-1] and their gradients [B, T, V]."""
     rows, width, vocabulary = inputs["logits"].shape
-    size = 32 if vocabulary <= 32 else 1024
-    logits = np.full((_ROWS, _WIDTH, size), -np.inf, inputs["logits"].dtype)
+    logits = np.full((_ROWS, _WIDTH, _VOCABULARY), -np.inf, inputs["logits"].dtype)
     logits[:rows, :width, :vocabulary] = inputs["logits"]
     ids, segments = np.zeros((2, _ROWS, _WIDTH), np.int32)
     ids[:rows, :width], segments[:rows, :width] = inputs["input_ids"], 1
     proj = np.zeros((_ROWS, _WIDTH), logits.dtype)
     proj[:rows, 1:width] = inputs["proj"]
     filter = FilterConfig(config["temperature"], config["top_k"], config["top_p"])
-    out = _scores_and_gradients(logits, ids, segments, proj, filter, CHUNK_SIZE)
+    with jax.disable_jit():
+        out = _scores_and_gradients(*map(jnp.asarray, (logits, ids, segments, proj)), filter)
     filtered, d_filtered, unfiltered, d_unfiltered = (np.asarray(x)[:rows, :width] for x in out)
     return {
         "logprobs": filtered[:, 1:],
@@ -70,3 +63,9 @@ def next_token_logprobs(inputs, config):
         "logprobs_unfiltered": unfiltered[:, 1:],
         "grad_unfiltered": d_unfiltered[..., :vocabulary],
     }
+
+
+def check_sampling_config(config):
+    """Raise where a run would refuse to sample like this."""
+    filter = FilterConfig(config["temperature"], config["top_k"], config["top_p"])
+    filtering.check_vocabulary(filter, config["vocab"])

@@ -32,7 +32,7 @@ def table(prompts, width):
     return np.array(rows, np.int32), np.array([len(p) for p in prompts], np.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "group_size", "stop_ids", "pad_id"))
+@functools.partial(jax.jit, static_argnames=("config", "group_size"))
 def run(weights, prompts, lengths, ids, key, *, config, group_size=1, stop_ids=(), pad_id=0):
     return generating.generate(
         cache.decoder_for(MODEL), weights, prompts, lengths, ids, key,
@@ -40,10 +40,32 @@ def run(weights, prompts, lengths, ids, key, *, config, group_size=1, stop_ids=(
     )  # fmt: skip
 
 
-def sample(prompts, *, width=4, ids=None, seed=1, filter=FILTERED, new=NEW, least=0, **options):
+def sample(
+    prompts,
+    *,
+    width=4,
+    ids=None,
+    seed=1,
+    filter=FILTERED,
+    new=NEW,
+    least=0,
+    stop_ids=(),
+    pad_id=0,
+    **options,
+):
     ids = np.arange(len(prompts)) if ids is None else np.asarray(ids)
     config = SamplingConfig(new, least, filter)
-    out = run(params(), *table(prompts, width), ids, jax.random.key(seed), config=config, **options)
+    stop_ids = np.array([*stop_ids, *[-1] * (40 - len(stop_ids))])  # one shape, one program
+    out = run(
+        params(),
+        *table(prompts, width),
+        ids,
+        jax.random.key(seed),
+        config=config,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+        **options,
+    )
     return jax.tree.map(np.asarray, out)
 
 
@@ -62,8 +84,9 @@ def rescore(weights, tokens, lengths, filter, chunk_size):
     ).logprobs  # fmt: skip
 
 
-@pytest.mark.parametrize("chunk_size", [None, 8])
-@pytest.mark.parametrize("filter", [FilterConfig(temperature=0.7), FILTERED], ids=["off", "all"])
+@pytest.mark.parametrize(
+    ("filter", "chunk_size"), [(FilterConfig(temperature=0.7), None), (FILTERED, 8)]
+)
 def test_the_trainer_scores_what_was_sampled_the_same(filter, chunk_size):
     out = sample(PROMPTS, group_size=2, filter=filter, stop_ids=(3,))
     lengths = out.prompt_lengths + out.completion_lengths
@@ -103,25 +126,25 @@ def test_a_completion_depends_on_its_request_not_on_its_place():
 
 
 def test_the_same_key_gives_the_same_tokens_and_members_of_a_group_differ():
-    one, again = sample(PROMPTS, group_size=4), sample(PROMPTS, group_size=4)
+    one, again = sample(PROMPTS, group_size=2), sample(PROMPTS, group_size=2)
     jax.tree.map(np.testing.assert_array_equal, one, again)
-    other = sample(PROMPTS, group_size=4, seed=2)
+    other = sample(PROMPTS, group_size=2, seed=2)
     assert np.any(one.tokens != other.tokens)
-    assert len({tuple(completion(one, row)[0]) for row in range(4)}) > 1
+    assert len({tuple(completion(one, row)[0]) for row in range(2)}) > 1
 
 
 def test_a_group_shares_its_prefill_and_equals_repeated_prompts():
     # Member 0 of a group draws with the same key as a group of one.
-    group, single = sample(PROMPTS, group_size=4), sample(PROMPTS)
+    group, single = sample(PROMPTS, group_size=2), sample(PROMPTS)
     for i in range(len(PROMPTS)):
-        np.testing.assert_array_equal(completion(group, 4 * i)[0], completion(single, i)[0])
+        np.testing.assert_array_equal(completion(group, 2 * i)[0], completion(single, i)[0])
 
 
 def test_report_a25_any_of_several_stop_tokens_ends_a_row_and_is_kept():
-    free = sample(PROMPTS, group_size=4)
-    stops = (int(completion(free, 0)[0][1]), int(completion(free, 5)[0][2]))
-    out = sample(PROMPTS, group_size=4, stop_ids=stops)
-    for row in range(12):
+    free = sample(PROMPTS, group_size=2)
+    stops = (int(completion(free, 0)[0][1]), int(completion(free, 3)[0][2]))
+    out = sample(PROMPTS, group_size=2, stop_ids=stops)
+    for row in range(6):
         wanted = completion(free, row)[0]
         hits = np.flatnonzero(np.isin(wanted, stops))
         end = hits[0] + 1 if hits.size else NEW
@@ -143,10 +166,10 @@ def test_report_a26_the_stop_reason_says_how_a_row_ended():
 
 @pytest.mark.parametrize("pad_id", [0, 3])
 def test_report_a24_a_pad_token_equal_to_the_stop_token_changes_nothing(pad_id):
-    out = sample(PROMPTS, group_size=4, stop_ids=(3,), pad_id=pad_id)
-    reference = sample(PROMPTS, group_size=4, stop_ids=(3,), pad_id=39)
+    out = sample(PROMPTS, group_size=2, stop_ids=(3,), pad_id=pad_id)
+    reference = sample(PROMPTS, group_size=2, stop_ids=(3,), pad_id=39)
     np.testing.assert_array_equal(out.completion_lengths, reference.completion_lengths)
-    for row in range(12):
+    for row in range(6):
         np.testing.assert_array_equal(completion(out, row)[0], completion(reference, row)[0])
 
 
@@ -178,7 +201,7 @@ def test_decoding_ends_when_every_row_has_stopped():
     assert np.all(out.completion_lengths == 1) and np.all(out.stop_reasons == STOP)
 
 
-@pytest.mark.parametrize("least", [2, NEW])
+@pytest.mark.parametrize("least", [3])
 def test_no_stop_token_among_the_first_tokens(least):
     stops = tuple(range(0, 38))  # nearly everything stops
     out = sample(PROMPTS, stop_ids=stops, least=least, filter=FilterConfig())
@@ -189,16 +212,17 @@ def test_no_stop_token_among_the_first_tokens(least):
 
 
 def test_rows_that_only_fill_the_batch_stay_empty():
-    out = sample([*PROMPTS, []])
-    assert out.completion_lengths[3] == 0 and out.stop_reasons[3] == UNUSED
-    assert np.all(out.tokens[3] == 0)
-    reference = sample(PROMPTS)
-    np.testing.assert_array_equal(out.tokens[:3], reference.tokens)
+    out = sample([PROMPTS[0], [], PROMPTS[2]])
+    assert out.completion_lengths[1] == 0 and out.stop_reasons[1] == UNUSED
+    assert np.all(out.tokens[1] == 0)
+    np.testing.assert_array_equal(out.tokens[::2], sample(PROMPTS).tokens[::2])
 
 
 def test_greedy_takes_the_most_likely_token_and_reports_its_full_log_probability():
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0]])
-    token, logprob = generating.draw(logits, jnp.array([0.9]), FilterConfig(0.0, top_k=1))
+    token, logprob = jax.jit(generating.draw, static_argnums=2)(
+        logits, jnp.array([0.9]), FilterConfig(0.0, top_k=1)
+    )
     assert token[0] == 1  # the smallest id of the tie
     np.testing.assert_allclose(logprob, jax.nn.log_softmax(logits)[0, 1:2], rtol=1e-6)
 
@@ -208,7 +232,9 @@ def test_draws_follow_the_filtered_distribution():
     logits = jnp.broadcast_to(jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]])), (count, 4))
     # Stratified numbers, so the shares are exact to 1/count.
     uniform = (jnp.arange(count) + 0.5) / count
-    token, logprob = generating.draw(logits, uniform, FilterConfig(top_k=3))
+    token, logprob = jax.jit(generating.draw, static_argnums=2)(
+        logits, uniform, FilterConfig(top_k=3)
+    )
     shares = np.bincount(token, minlength=4) / count
     np.testing.assert_allclose(shares, np.array([0, 4, 2, 3]) / 9, atol=2 / count)
     np.testing.assert_allclose(np.exp(logprob), shares[token], atol=2 / count)
@@ -216,7 +242,9 @@ def test_draws_follow_the_filtered_distribution():
 
 def test_a_fault_in_the_logits_is_visible_in_the_log_probability():
     logits = jnp.array([[0.0, jnp.nan, 1.0], [0.0, 1.0, 2.0]])
-    token, logprob = generating.draw(logits, jnp.array([0.5, 0.5]), FILTERED)
+    token, logprob = jax.jit(generating.draw, static_argnums=2)(
+        logits, jnp.array([0.5, 0.5]), FILTERED
+    )
     assert np.isnan(logprob[0]) and np.isfinite(logprob[1])
     assert 0 <= token[0] < 3
 
