@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, cast
 
 import tyro
 
@@ -28,6 +28,7 @@ def train(argv: Sequence[str]) -> int:
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a model, or a run's newest checkpoint, on the held-out prompts of a config."""
     config, options = parse_with(argv, "eval", EvalOptions)
+    assert options is not None
     from grpo_jax import run
 
     return run.evaluate_model(
@@ -38,6 +39,7 @@ def evaluate(argv: Sequence[str]) -> int:
 def sample(argv: Sequence[str]) -> int:
     """Print completions of a prompt of your own, with their log-probabilities."""
     config, options = parse_with(argv, "sample", SampleOptions)
+    assert options is not None
     from grpo_jax import run
 
     return run.sample(config, **dataclasses.asdict(options))
@@ -86,6 +88,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "inspect": inspect,
     "parity": parity,
 }
+
+
+Options = TypeVar("Options")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +157,9 @@ def parse(argv: Sequence[str], command: str) -> configs.Config:
     return parse_with(argv, command, None)[0]
 
 
-def parse_with(argv: Sequence[str], command: str, options: type | None):
+def parse_with(
+    argv: Sequence[str], command: str, options: type[Options] | None
+) -> tuple[configs.Config, Options | None]:
     """Read `CONFIG [options] [--section.key value ...]` into config and options."""
     argv = list(argv)
     path = argv.pop(0) if argv and not argv[0].startswith("-") else None
@@ -167,7 +174,7 @@ def parse_with(argv: Sequence[str], command: str, options: type | None):
     if options is None:
         _check_keys(argv, set(configs.keys(base)))
         return _cli(configs.Config, argv, prog, default=base), None
-    known = {field.name for field in dataclasses.fields(options)}
+    known = {field.name for field in dataclasses.fields(cast(Any, options))}
     own, rest = _split(argv, known)
     if wants_help:
         own, rest = ["--help"], []

@@ -1,35 +1,27 @@
-"""Config -> built objects -> loop: the only place that knows everything."""
+"""The commands: build everything a config names, run it, say what happened."""
 
-import dataclasses
-import hashlib
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from grpo_jax import build
 from grpo_jax import config as configs
 from grpo_jax.config import Config, ConfigError
-from grpo_jax.core.loss_config import LossConfig
 from grpo_jax.core.policy import Params
 from grpo_jax.data import prompts as prompting
-from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.models import hf
 from grpo_jax.rewards.scoring import Scorer
-from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import STOP_REASONS
-from grpo_jax.scale import mesh as meshes
-from grpo_jax.scale import rules
 from grpo_jax.train import checkpoint as checkpointing
-from grpo_jax.train import dump, evaluate, folder, loop, optimizer, prepare, reporting, rollout
+from grpo_jax.train import evaluate, folder, loop, optimizer, reporting, rollout
 from grpo_jax.train import state as states
-from grpo_jax.train import step as steps
-from grpo_jax.train.state import TrainState
 
 MAY_CHANGE = (
     "run.steps",
@@ -44,75 +36,11 @@ MAY_CHANGE = (
 EXIT_OK, EXIT_NONFINITE, EXIT_INTERRUPTED = 0, 3, 130
 
 
-class Model(NamedTuple):
-    """A loaded model with its tokenizer and its place on the devices."""
-
-    loaded: hf.LoadedModel
-    tokenizer: tokenizers.Tokenizer
-    mesh: jax.sharding.Mesh
-
-
 def enable_compile_cache(path: Path) -> None:
     """Keep compiled programs between runs, unless the user has chosen a place already."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-
-
-def load_model(config: Config) -> Model:
-    """Load weights and tokenizer, and check that they belong together."""
-    loaded = hf.load_model(
-        config.model.path,
-        dtype="float32",
-        compute_dtype=config.model.compute_dtype,
-        remat=config.model.remat,
-    )
-    tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
-    if tokenizer.vocab_size > loaded.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
-            f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
-        )
-    return Model(loaded, tokenizer, meshes.make_mesh(config.mesh))
-
-
-def on_policy(loss: LossConfig, updates_per_rollout: int) -> LossConfig:
-    """Use the current forward pass as the previous one where the two are the same numbers.
-
-    With one update a rollout the ratio is exactly 1 in value, with the gradient of the current
-    log-probabilities; a separate pass would compute the same at the price of another forward.
-    """
-    if updates_per_rollout > 1:
-        return loss
-    try:
-        return dataclasses.replace(loss, force_on_policy_ratio=True)
-    except ValueError:  # CISPO keeps its own ratio
-        return loss
-
-
-def build_engine(config: Config, model: Model) -> NativeEngine:
-    """The native sampler for a model."""
-    return NativeEngine(
-        model.loaded.decoder,
-        config.sampling,
-        stop_ids=model.tokenizer.stop_ids,
-        pad_id=model.tokenizer.pad_id,
-        context_length=model.loaded.config.max_length,
-        config=config.engine,
-    )
-
-
-def fingerprint(path: str | Path) -> str:
-    """A short name for the weights in a folder: sizes, and the first and last megabyte of each."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(path).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with open(file, "rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(size - (1 << 20), 0))
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()[:16]
 
 
 def train(config: Config, console: Console | None = None) -> int:
@@ -126,9 +54,9 @@ def train(config: Config, console: Console | None = None) -> int:
     console.print(plan.said)
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:  # its workers start while the model loads
-        model = load_model(config)
+        model = build.load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
-        stream = build_stream(config, data)
+        stream = build.build_stream(config, data)
         _describe(console, config, model, data)
         folder.prepare(place, plan, configs.dump(config))  # from here on nothing is refused
         return _train(config, console, model, data, stream, scorer, plan, begin)
@@ -137,7 +65,7 @@ def train(config: Config, console: Console | None = None) -> int:
 def _train(
     config: Config,
     console: Console,
-    model: Model,
+    model: build.Model,
     data: prompting.PromptSets,
     stream: prompting.PromptStream[prompting.Prompt],
     scorer: Scorer,
@@ -151,8 +79,10 @@ def _train(
     opt = optimizer.build_optimizer(
         config.optimizer, config.run.steps * config.rollout.updates_per_rollout
     )
-    weights = fingerprint(config.model.path)
-    state, places, restored = _state(model, opt, checkpointer if plan.action == "resume" else None)
+    weights = build.fingerprint(config.model.path)
+    state, places, restored = build.initial_state(
+        model, opt, checkpointer if plan.action == "resume" else None
+    )
     start, notes = 0, {"first": {}, "last": {}, "nonfinite": 0, "weights": weights}
     if restored is not None:
         start, notes = restored.step, restored.run["notes"]
@@ -167,7 +97,9 @@ def _train(
     reporter = reporting.Reporter(
         place, config.report, config.run.steps, start_step=start, console=console
     )
-    parts = build_parts(config, model, data, scorer, stream, opt, places, checkpointer, reporter)
+    parts = build.build_parts(
+        config, model, data, scorer, stream, opt, places, checkpointer, reporter
+    )
     del model  # its weights now live in the state, and in the reference if there is one
     console.print(f"set-up took {reporting.duration(time.perf_counter() - begin)}")
     try:
@@ -179,104 +111,6 @@ def _train(
         reporter.close()
         saved = checkpointer.close()
     return _finish(config, console, parts, outcome, saved, begin)
-
-
-def build_stream(
-    config: Config, data: prompting.PromptSets
-) -> prompting.PromptStream[prompting.Prompt]:
-    """Training prompts in the order that the seed decides."""
-    return prompting.PromptStream(
-        data.train,
-        int(config.rollout.prompts_per_step * config.filters.batch_multiplier),
-        seed=config.data.seed,
-        remainder=config.data.remainder,
-    )
-
-
-def _state(
-    model: Model, opt: optimizer.Optimizer, checkpointer: checkpointing.Checkpointer | None
-) -> tuple[TrainState, states.Placement, checkpointing.Restored | None]:
-    """The state to begin with, its shardings, and what was restored, if anything was."""
-    shapes = states.abstract(model.loaded.params, opt.transform)
-    places = states.placement(shapes, opt.transform, model.mesh)
-    if checkpointer is not None:
-        restored = checkpointer.restore(states.targets(shapes, places))
-        if restored is not None:
-            return restored.state, places, restored
-    return states.create(model.loaded.params, opt.transform, places), places, None
-
-
-def build_parts(
-    config: Config,
-    model: Model,
-    data: prompting.PromptSets,
-    scorer: Scorer,
-    stream: prompting.PromptStream[prompting.Prompt],
-    opt: optimizer.Optimizer,
-    places: states.Placement,
-    checkpointer: checkpointing.Checkpointer,
-    reporter: reporting.Reporter,
-) -> loop.Parts:
-    """Compile-ready steps and everything around them."""
-    loss = on_policy(config.loss_fn, config.rollout.updates_per_rollout)
-    needs_reference = loss.kl_on or config.advantage.needs_reference
-    needs_previous = (
-        not loss.force_on_policy_ratio
-        or config.filters.seq_logprob_error_threshold is not None
-        or config.advantage.needs_policy_logprobs
-    )
-    filter_config, policy = config.sampling.filter, model.loaded.policy
-    shards = meshes.row_shards(model.mesh)
-    rows = config.rollout.rows // config.rollout.updates_per_rollout
-    unit = config.rollout.micro_batch_size * shards
-    if rows % unit:
-        raise ConfigError(
-            f"the {rows} rows of an update do not divide over rollout.micro_batch_size = "
-            f"{config.rollout.micro_batch_size} rows × {shards} devices; use a multiple of {unit}"
-        )
-    chunk = config.rollout.head_chunk
-
-    def score(unfiltered: bool) -> steps.ScoreStep:
-        return steps.make_score_step(
-            policy,
-            filter_config,
-            unfiltered=unfiltered,
-            micro_batches=config.rollout.rows // unit,
-            chunk_size=chunk,
-            places=places,
-        )
-
-    return loop.Parts(
-        engine=build_engine(config, model),
-        sampling=config.sampling,
-        tokenizer=model.tokenizer,
-        scorer=scorer,
-        stream=stream,
-        held_out=data.held_out,
-        rollout=config.rollout,
-        evaluate=config.evaluate,
-        rules=prepare.Rules(config.shaping, config.filters, config.advantage, filter_config.active),
-        train_step=steps.make_train_step(
-            policy,
-            opt,
-            loss,
-            filter_config,
-            micro_batches=rows // unit,
-            chunk_size=chunk,
-            places=places,
-        ),
-        score_previous=score(unfiltered=False) if needs_previous else None,
-        score_reference=score(unfiltered=True) if needs_reference else None,
-        reference=_reference(model, places) if needs_reference else None,
-        place=lambda batch: rules.place(batch, places.mesh),
-        dump=lambda path, batch, counts: dump.dump_step(path, batch, counts, None, loss),
-        checkpointer=checkpointer,
-        reporter=reporter,
-    )
-
-
-def _reference(model: Model, places: states.Placement) -> Params:
-    return jax.device_put(model.loaded.params, places.state.params)
 
 
 def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -291,7 +125,9 @@ def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     return configs.differences(before, config, MAY_CHANGE)
 
 
-def _describe(console: Console, config: Config, model: Model, data: prompting.PromptSets) -> None:
+def _describe(
+    console: Console, config: Config, model: build.Model, data: prompting.PromptSets
+) -> None:
     """Say in a few lines what is about to be trained on what."""
     size = sum(x.size for x in jax.tree.leaves(model.loaded.params))
     devices = model.mesh.devices.ravel()
@@ -385,12 +221,12 @@ def evaluate_model(
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:
-        model = load_model(config)
+        model = build.load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
         params, source = _weights(model, config, checkpoint, step)
         console.print(f"evaluating {source} on {len(data.held_out)} held-out prompts …")
         result = evaluate.evaluate(
-            build_engine(config, model),
+            build.build_engine(config, model),
             params,
             model.tokenizer,
             scorer,
@@ -422,11 +258,11 @@ def sample(
     """Print completions of one prompt, with the log-probability of each."""
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
-    model = load_model(config)
+    model = build.load_model(config)
     params, _ = _weights(model, config, checkpoint, step)
     example = prompting.Example(prompt=prompt)
     ids = prompting.encode_prompt(example, model.tokenizer, config.data).ids
-    rows = build_engine(config, model).generate(
+    rows = build.build_engine(config, model).generate(
         params, [ids], completions, jax.random.key(config.run.seed)
     )
     for i, completion in enumerate(rollout.completion_ids(rows)):
@@ -447,7 +283,7 @@ def export(run: str, out: str, step: int | None = None, dtype: str = "float32") 
     if Path(out).exists():
         raise FileExistsError(f"{out} exists already; name a folder that does not, or remove it")
     config = _run_config(run)
-    model = load_model(config)
+    model = build.load_model(config)
     params, source = _weights(model, config, run, step)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     hf.save_model(out, model.loaded.config, params, companions=config.model.path)
@@ -462,7 +298,9 @@ def _run_config(run: str) -> Config:
     return configs.load(path)
 
 
-def _weights(model: Model, config: Config, run: str | None, step: int | None) -> tuple[Params, str]:
+def _weights(
+    model: build.Model, config: Config, run: str | None, step: int | None
+) -> tuple[Params, str]:
     """The weights to use, and what to call them."""
     if run is None:
         return model.loaded.params, config.model.path

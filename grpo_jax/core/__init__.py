@@ -1,1 +1,1 @@
-"""Pure maths: masks, log-probabilities, advantages and the loss. Imports jax, chex and flax.struct only."""
+"""Pure maths: masks, log-probabilities, advantages, losses. Imports jax, chex, flax.struct only."""

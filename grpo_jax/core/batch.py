@@ -10,8 +10,7 @@ import flax.struct
 import jax
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """Rows of tokens with everything the loss needs to know about each token."""
 
     tokens: jax.Array  # i32[B, T] right-padded or packed
@@ -27,7 +26,7 @@ class Batch:
 
 
 class Counts(NamedTuple):
-    """What the loss divides by: taken over the whole global batch, before the loss drops anything."""
+    """What the loss divides by: of the whole global batch, before the loss drops anything."""
 
     tokens: jax.Array  # sum of token_mask * sample_weights
     sequences: jax.Array  # sum of sample_weights over sequences

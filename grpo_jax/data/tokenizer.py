@@ -43,7 +43,9 @@ class Tokenizer(Protocol):
         """Return the text of ids."""
         ...
 
-    def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:
+    def decode_batch(
+        self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
+    ) -> list[str]:
         """Return the text of each row of ids."""
         ...
 
@@ -125,7 +127,9 @@ class HFTokenizer:
             clean_up_tokenization_spaces=False,
         )
 
-    def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:
+    def decode_batch(
+        self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
+    ) -> list[str]:
         """Return the text of each row of ids."""
         lists = [np.asarray(row).tolist() for row in rows]
         if self._tokenizer.is_fast:  # all rows in one call into Rust
@@ -216,9 +220,11 @@ class ByteTokenizer:
                 out += self._SPECIAL.get(int(i), "\ufffd").encode()  # a vocabulary may be padded
         return out.decode("utf-8", errors="replace")
 
-    def decode_batch(self, rows: Sequence[Sequence[int]], skip_special: bool = True) -> list[str]:
+    def decode_batch(
+        self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
+    ) -> list[str]:
         """Return the text of each row of ids."""
-        return [self.decode(row, skip_special) for row in rows]
+        return [self.decode(list(map(int, row)), skip_special) for row in rows]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return `<|im_start|>role\\ncontent<|im_end|>\\n` for each message."""

@@ -64,9 +64,10 @@ class Parts(NamedTuple):
     train_step: TrainStep
     score_previous: ScoreStep | None  # None where the current forward pass already says it
     score_reference: ScoreStep | None  # None without a KL penalty
+    score_current: ScoreStep  # compiled only when a step is dumped
     reference: Params | None
     place: Callable[[Batch], Batch]  # host arrays onto the mesh
-    dump: Callable[[Path, Batch, Counts], Path]
+    dump: Callable[[Path, Batch, Counts, jax.Array], Path]  # the last: current log-probabilities
     checkpointer: Checkpointer
     reporter: reporting.Reporter
 
@@ -201,13 +202,17 @@ def _update(
         prepare.split_updates(batch, parts.rollout.updates_per_rollout)
     ):
         placed = parts.place(part)
+        asked = step in config.dump_steps
+        current = parts.score_current(state.params, placed) if asked else None
         state, metrics = parts.train_step(state, placed, counts)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         results.append(metrics)
         bad = metrics["skipped_nonfinite"] > 0
-        if bad or step in config.dump_steps:
+        if bad or asked:
+            if current is None:  # the refused update has left the parameters as they were
+                current = parts.score_current(state.params, placed)
             folder = parts.reporter.folder / ("nonfinite" if bad else "dumps")
-            path = parts.dump(folder / f"step_{step:06d}_update_{i}.npz", part, counts)
+            path = parts.dump(folder / f"step_{step:06d}_update_{i}.npz", part, counts, current)
             if bad:
                 parts.reporter.say(
                     f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "

@@ -13,6 +13,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from grpo_jax.models import hf
+from grpo_jax.train import dump, parity
 from tests.e2e.conftest import finish, start
 
 TIMINGS = ("time", "seconds/", "tokens_per_second", "programs/")
@@ -130,7 +131,24 @@ def test_non_finite_steps_are_refused_dumped_and_end_the_run(base_config, tmp_pa
     dumps = sorted((folder / "nonfinite").glob("*.npz"))
     assert dumps
     status, output = finish(start("parity", dumps[0]))
-    assert "Traceback" not in output, output
+    assert status == 1 and "Traceback" not in output, output
+
+
+def test_a_chosen_step_is_dumped_and_agrees_with_itself(base_config, tmp_path, undisturbed):
+    """The loss that training logged is the one that the parity tool recomputes from the file."""
+    folder = tmp_path / "run"
+    config = base_config | {"run": {"steps": 2, "seed": 3, "dump_steps": [2], "export": False}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    status, output = finish(start("train", path, "--run.dir", folder))
+    assert status == 0, output
+    files = sorted((folder / "dumps").glob("*.npz"))
+    assert [f.name for f in files] == ["step_000002_update_0.npz", "step_000002_update_1.npz"]
+    losses = [parity.evaluate(dump.load_dump(f), "float64").loss for f in files]
+    logged = [
+        row["loss"] for row in metrics(folder) if row.get("loss") is not None and row["step"] == 2
+    ]
+    assert logged == [pytest.approx(np.mean(losses), abs=1e-6)]
 
 
 def test_the_export_opens_in_transformers_with_the_same_logits(undisturbed):

@@ -1,0 +1,190 @@
+"""Config -> built objects: model, engine, state, steps, and everything the loop needs."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from grpo_jax.config import Config, ConfigError
+from grpo_jax.core.batch import TokenScores
+from grpo_jax.core.loss_config import LossConfig
+from grpo_jax.core.policy import Params
+from grpo_jax.data import prompts as prompting
+from grpo_jax.data import tokenizer as tokenizers
+from grpo_jax.models import hf
+from grpo_jax.rewards.scoring import Scorer
+from grpo_jax.sampling.engine import NativeEngine
+from grpo_jax.scale import mesh as meshes
+from grpo_jax.scale import rules
+from grpo_jax.train import checkpoint as checkpointing
+from grpo_jax.train import dump, loop, optimizer, prepare, reporting
+from grpo_jax.train import state as states
+from grpo_jax.train import step as steps
+from grpo_jax.train.state import TrainState
+
+
+class Model(NamedTuple):
+    """A loaded model with its tokenizer and its place on the devices."""
+
+    loaded: hf.LoadedModel
+    tokenizer: tokenizers.Tokenizer
+    mesh: jax.sharding.Mesh
+
+
+def load_model(config: Config) -> Model:
+    """Load weights and tokenizer, and check that they belong together."""
+    loaded = hf.load_model(
+        config.model.path,
+        dtype="float32",
+        compute_dtype=config.model.compute_dtype,
+        remat=config.model.remat,
+    )
+    tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
+    if tokenizer.vocab_size > loaded.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
+            f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
+        )
+    return Model(loaded, tokenizer, meshes.make_mesh(config.mesh))
+
+
+def on_policy(loss: LossConfig, updates_per_rollout: int) -> LossConfig:
+    """Use the current forward pass as the previous one where the two are the same numbers.
+
+    With one update a rollout the ratio is exactly 1 in value, with the gradient of the current
+    log-probabilities; a separate pass would compute the same at the price of another forward.
+    """
+    if updates_per_rollout > 1:
+        return loss
+    try:
+        return dataclasses.replace(loss, force_on_policy_ratio=True)
+    except ValueError:  # CISPO keeps its own ratio
+        return loss
+
+
+def build_engine(config: Config, model: Model) -> NativeEngine:
+    """The native sampler for a model."""
+    return NativeEngine(
+        model.loaded.decoder,
+        config.sampling,
+        stop_ids=model.tokenizer.stop_ids,
+        pad_id=model.tokenizer.pad_id,
+        context_length=model.loaded.config.max_length,
+        config=config.engine,
+    )
+
+
+def fingerprint(path: str | Path) -> str:
+    """A short name for the weights in a folder: sizes, and the first and last megabyte of each."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(size - (1 << 20), 0))
+            digest.update(stream.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def build_stream(
+    config: Config, data: prompting.PromptSets
+) -> prompting.PromptStream[prompting.Prompt]:
+    """Training prompts in the order that the seed decides."""
+    return prompting.PromptStream(
+        data.train,
+        int(config.rollout.prompts_per_step * config.filters.batch_multiplier),
+        seed=config.data.seed,
+        remainder=config.data.remainder,
+    )
+
+
+def initial_state(
+    model: Model, opt: optimizer.Optimizer, checkpointer: checkpointing.Checkpointer | None
+) -> tuple[TrainState, states.Placement, checkpointing.Restored | None]:
+    """The state to begin with, its shardings, and what was restored, if anything was."""
+    shapes = states.abstract(model.loaded.params, opt.transform)
+    places = states.placement(shapes, opt.transform, model.mesh)
+    if checkpointer is not None:
+        restored = checkpointer.restore(states.targets(shapes, places))
+        if restored is not None:
+            return restored.state, places, restored
+    return states.create(model.loaded.params, opt.transform, places), places, None
+
+
+def build_parts(
+    config: Config,
+    model: Model,
+    data: prompting.PromptSets,
+    scorer: Scorer,
+    stream: prompting.PromptStream[prompting.Prompt],
+    opt: optimizer.Optimizer,
+    places: states.Placement,
+    checkpointer: checkpointing.Checkpointer,
+    reporter: reporting.Reporter,
+) -> loop.Parts:
+    """Compile-ready steps and everything around them."""
+    loss = on_policy(config.loss_fn, config.rollout.updates_per_rollout)
+    needs_reference = loss.kl_on or config.advantage.needs_reference
+    needs_previous = (
+        not loss.force_on_policy_ratio
+        or config.filters.seq_logprob_error_threshold is not None
+        or config.advantage.needs_policy_logprobs
+    )
+    filter_config, policy = config.sampling.filter, model.loaded.policy
+    shards = meshes.row_shards(model.mesh)
+    rows = config.rollout.rows // config.rollout.updates_per_rollout
+    unit = config.rollout.micro_batch_size * shards
+    if rows % unit:
+        raise ConfigError(
+            f"the {rows} rows of an update do not divide over rollout.micro_batch_size = "
+            f"{config.rollout.micro_batch_size} rows × {shards} devices; use a multiple of {unit}"
+        )
+    chunk = config.rollout.head_chunk
+
+    def score(unfiltered: bool, rows: int = config.rollout.rows) -> steps.ScoreStep:
+        return steps.make_score_step(
+            policy,
+            filter_config,
+            unfiltered=unfiltered,
+            micro_batches=rows // unit,
+            chunk_size=chunk,
+            places=places,
+        )
+
+    return loop.Parts(
+        engine=build_engine(config, model),
+        sampling=config.sampling,
+        tokenizer=model.tokenizer,
+        scorer=scorer,
+        stream=stream,
+        held_out=data.held_out,
+        rollout=config.rollout,
+        evaluate=config.evaluate,
+        rules=prepare.Rules(config.shaping, config.filters, config.advantage, filter_config.active),
+        train_step=steps.make_train_step(
+            policy,
+            opt,
+            loss,
+            filter_config,
+            micro_batches=rows // unit,
+            chunk_size=chunk,
+            places=places,
+        ),
+        score_previous=score(unfiltered=False) if needs_previous else None,
+        score_reference=score(unfiltered=True) if needs_reference else None,
+        score_current=score(unfiltered=False, rows=rows),
+        reference=_reference(model, places) if needs_reference else None,
+        place=lambda batch: rules.place(batch, places.mesh),
+        dump=lambda path, batch, counts, current: dump.dump_step(
+            path, batch, counts, TokenScores(logprobs=current), loss
+        ),
+        checkpointer=checkpointer,
+        reporter=reporter,
+    )
+
+
+def _reference(model: Model, places: states.Placement) -> Params:
+    return jax.device_put(model.loaded.params, places.state.params)
