@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -165,6 +166,8 @@ class Checkpointer:
         if step in self.steps():
             return
         self._scores[step] = self._score(record["metrics"])
+        if self.config.background:
+            state = jax.tree.map(_detached, state)
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
             run=ocp.args.JsonSave(record),  # pyright: ignore[reportCallIssue]
@@ -313,6 +316,16 @@ class _Retention:
         best = rank({step: self._scores.get(step) for step in steps})[: self._config.keep_best]
         keep = set(sorted(steps)[-self._config.keep :]) | set(best)
         return [step in keep for step in steps]
+
+
+def _detached(x: jax.Array) -> jax.Array:
+    """Copy an array that lives in host memory.
+
+    There the writer looks at the array itself, and a step that is given the array to overwrite
+    would wait until the checkpoint is written. From an accelerator the writer takes a copy anyway.
+    """
+    on_host = all(device.platform == "cpu" for device in x.sharding.device_set)
+    return jnp.copy(x) if on_host else x
 
 
 def _layout(state: TrainState) -> dict[str, list[Any]]:
