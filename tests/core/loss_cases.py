@@ -65,6 +65,23 @@ def evaluate(scores, batch, config, counts=None, **options):
     return loss, grads, diagnostics.finalize_metrics(raw, counts, config)
 
 
+SHAPE = (10, 10)
+
+
+def evaluate_small(scores, batch, config, counts=None, **options):
+    """`evaluate` at one padded shape, so that eager operations are compiled once for all tests."""
+    rows, length = batch.tokens.shape
+    counts = (
+        masks.count(batch, max_segments=options.get("max_segments", 1))
+        if counts is None
+        else counts
+    )
+    missing = ((0, max(0, SHAPE[0] - rows)), (0, max(0, SHAPE[1] - length)))
+    padded = jax.tree.map(lambda x: jnp.pad(x, missing), (scores, batch))
+    loss, grads, metrics = evaluate(*padded, config, counts, **options)
+    return loss, jax.tree.map(lambda g: g[:rows, :length], grads), metrics
+
+
 def assert_same(found, wanted, tolerance=1e-12, rows=None, context=""):
     """Loss, every gradient (of `rows`) and every metric agree."""
     np.testing.assert_allclose(found[0], wanted[0], rtol=tolerance, atol=tolerance, err_msg=context)

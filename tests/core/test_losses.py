@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_cases import assert_same, evaluate, random_case
+from loss_cases import assert_same, random_case
+from loss_cases import evaluate_small as evaluate
 
 from grpo_jax.core import diagnostics, losses, masks
 from grpo_jax.core.batch import Batch, Counts, TokenScores
@@ -354,9 +355,13 @@ def test_every_metric_is_in_the_table():
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, grpo_jax; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    code = """
+import sys
+from grpo_jax import Batch, Counts, LossConfig, Policy, clipped_pg_loss, policy_from_apply
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(eval(found.stdout))
+    loaded = set(found.stdout.split())
     assert {"jax", "flax"} <= loaded
     heavy = {"optax", "orbax", "transformers", "torch", "tyro", "safetensors", "tokenizers"}
     assert not heavy & loaded, heavy & loaded

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_cases import evaluate
+from loss_cases import evaluate_small as evaluate
 
 from grpo_jax.core import corrections, kl, masks, reductions, surrogates
 from grpo_jax.core.batch import Batch, Counts, TokenScores
