@@ -311,7 +311,7 @@ def _weights(
     shapes = states.abstract(model.loaded.params, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh)
     with checkpointing.Checkpointer(
-        Path(run) / folder.CHECKPOINTS, trained.checkpoint, say=print
+        Path(run) / folder.CHECKPOINTS, trained.checkpoint, say=print, read_only=True
     ) as checkpointer:
         if step is not None and step not in checkpointer.steps():
             raise ConfigError(
