@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from grpo_jax.config import Config, ConfigError
+from grpo_jax.core import filtering
 from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.loss_config import LossConfig
 from grpo_jax.core.policy import Params
@@ -47,6 +48,7 @@ def load_model(config: Config) -> Model:
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
             f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
         )
+    filtering.check_vocabulary(config.sampling.filter, loaded.config.vocab_size)
     return Model(loaded, tokenizer, meshes.make_mesh(config.mesh))
 
 
