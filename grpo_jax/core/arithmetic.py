@@ -1,4 +1,4 @@
-"""`clip` and `exp` with derivatives that we choose."""
+"""`clip` and `exp` with derivatives, ranges and roundings that we choose."""
 
 import math
 
@@ -34,3 +34,52 @@ def cap_exponent(exponent: Array, cap: Array | float | None = None) -> Array:
 def capped_exp(exponent: Array, cap: Array | float | None = None) -> Array:
     """exp(min(x, cap)) for finite x: finite in value and in gradient."""
     return jnp.exp(cap_exponent(exponent, cap))
+
+
+def _even_and_odd(x: Array) -> tuple[Array, Array]:
+    """Even and odd part of e^x − 1 − x as series to x¹¹: exact to rounding for |x| ≤ 1/4."""
+    square = x * x
+    even, odd = jnp.zeros_like(x), jnp.zeros_like(x)
+    for power in (10, 8, 6, 4, 2):
+        even = (even + 1 / math.factorial(power)) * square
+        odd = (odd + 1 / math.factorial(power + 1)) * square
+    return even, odd * x
+
+
+@jax.custom_jvp
+def exp_beyond_line(x: Array) -> Array:
+    """e^x − 1 − x, to rounding: the plain form cancels near 0, where it turns negative.
+
+    Finite for finite x: the exponent stops at `largest_exponent`.
+    """
+    even, odd = _even_and_odd(x)
+    return jnp.where(jnp.abs(x) <= 0.25, even + odd, capped_exp(x) - 1 - x)
+
+
+@exp_beyond_line.defjvp
+def _exp_beyond_line_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    value = exp_beyond_line(x)
+    # d/dx = e^x − 1, which is already there: no second exponential.
+    over = (x > largest_exponent(x.dtype)) & jnp.isfinite(x)
+    return value, jnp.where(over, -1, value + x) * dx
+
+
+def both_ways(x: Array) -> tuple[Array, Array, Array, Array]:
+    """e^x, e^−x, e^x − 1 − x and e^−x − 1 + x from a single exponential; no gradient.
+
+    Finite for finite x; infinite and NaN arguments stay visible.
+    """
+    big = math.exp(largest_exponent(x.dtype))
+    up = jnp.exp(x)
+    up = jnp.where(jnp.isfinite(x), jnp.minimum(up, big), up)
+    # `maximum` keeps 1/e^x finite, and keeps XLA from making a second exponential out of it.
+    down = jnp.where(jnp.isneginf(x), jnp.inf, 1 / jnp.maximum(up, 1 / big))
+    even, odd = _even_and_odd(x)
+    near = jnp.abs(x) <= 0.25
+    return (
+        up,
+        down,
+        jnp.where(near, even + odd, up - 1 - x),
+        jnp.where(near, even - odd, down - 1 + x),
+    )

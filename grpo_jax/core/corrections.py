@@ -149,10 +149,13 @@ def importance_weights(
     if keep_tokens is None:
         keep_tokens = jnp.ones(value.shape, bool)
     keep, vetoed = _sequence_gate(decision, value, actor, sequences, config)
-    gate = sequences.spread(keep.astype(value.dtype)) > 0
-    keep_tokens = keep_tokens & gate
+    weights = decision.weights
+    if gates_sequences(config):
+        gate = sequences.spread(keep.astype(value.dtype)) > 0
+        keep_tokens = keep_tokens & gate
+        weights = jnp.where(gate, weights, _visible_zero(value))
     return Weights(
-        weights=jnp.where(gate, decision.weights, _visible_zero(value)),
+        weights=weights,
         raw=value,
         touched=~keep_tokens if decision.touched is None else decision.touched,
         keep_tokens=keep_tokens,
@@ -161,6 +164,11 @@ def importance_weights(
         overflow=overflow,
         vetoed=vetoed,
     )
+
+
+def gates_sequences(config: LossConfig) -> bool:
+    """Whether whole sequences can be dropped: where they cannot, no work is spent on it."""
+    return config.sequence_truncation or config.token_veto_threshold is not None
 
 
 def _sequence_gate(

@@ -97,15 +97,16 @@ def _agreement(
 ) -> Array:
     """Sequences on which trainer and sampler agree.
 
-        e_i = Σ_t e^|g − p| m / max(Σ_t m, 1),   keep_i = e_i ≤ τ   (NaN and inf are not kept)
+        e_i = Σ_t e^|g − p| / n over the n tokens with weight,   keep_i = e_i ≤ τ
 
-    bool[B, S]. A sequence without a token has error 0 and is kept.
+    bool[B, S]. NaN and inf are not kept; a sequence without a token has error 0 and is kept. The
+    weights themselves stay outside: a down-weighted sequence is not made to look more exact.
     """
     on, dtype = actor.weights != 0, actor.weights.dtype
     gap = jnp.where(on, generation, 0).astype(dtype) - jnp.where(on, previous, 0).astype(dtype)
-    error = arithmetic.capped_exp(jnp.abs(gap) * actor.weights)
-    total = sequences.sum(error * actor.weights)
-    mean = total / jnp.maximum(sequences.sum(actor.weights), 1)
+    error = arithmetic.capped_exp(jnp.abs(gap))
+    total = sequences.sum(jnp.where(on, error, 0))
+    mean = total / jnp.maximum(sequences.sum(on.astype(dtype)), 1)
     assert config.seq_logprob_error_threshold is not None  # LossConfig has checked it
     return mean <= config.seq_logprob_error_threshold
 

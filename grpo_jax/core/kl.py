@@ -27,9 +27,7 @@ def _k2(difference: Array) -> Array:
 
 
 def _k3(difference: Array) -> Array:
-    # e^d − 1 − d, written with expm1: the plain form cancels near d = 0 and goes negative.
-    # Without an input clamp the exponent stops where the number type does.
-    return jnp.expm1(arithmetic.cap_exponent(difference)) - difference
+    return arithmetic.exp_beyond_line(difference)
 
 
 ESTIMATORS: dict[str, Callable[[Array], Array]] = {"k1": _k1, "k2": _k2, "k3": _k3}

@@ -122,7 +122,7 @@ def survivor_counts(
         scores = TokenScores(logprobs=batch.prev_logprobs)
     view = exclusion.view_batch(scores, batch, config, filtering_on, max_segments)
     weights = _importance_weights(view, config)
-    tokens, sequences = measures.survivors(view, weights)
+    tokens, sequences = measures.survivors(view, weights, config)
     if config.token_level_loss:
         return Survivors(tokens, view.counters["kept_tokens"])
     return Survivors(sequences, view.counters["kept_sequences"])
@@ -132,7 +132,33 @@ def _check_inputs(
     scores: TokenScores, batch: Batch, counts: Counts, config: LossConfig, filtering_on: bool
 ) -> None:
     """Say what is missing before anything is computed from it."""
-    missing = [
+    _check_batch(batch, config)
+    nll, local = config.positive_nll_on, config.positive_nll_local_count
+    survivors = config.truncated_is_normalization == "survivors" and config.kl_on
+    _refuse_missing(
+        (
+            config.kl_on and filtering_on and scores.unfiltered is None,
+            "scores.unfiltered: the KL term compares unfiltered log-probabilities; ask "
+            "token_scores for them",
+        ),
+        (
+            config.entropy_bonus_on and scores.entropy is None,
+            "scores.entropy: entropy_bonus reads it; ask token_scores for it",
+        ),
+        (
+            nll and counts.positives is None and not local,
+            "counts.positives: count them over the global batch with masks.count",
+        ),
+        (
+            survivors and counts.survivors is None,
+            "counts.survivors: with a KL term, truncated_is_normalization='survivors' needs the "
+            "survivors before the loss; add survivor_counts over the micro-batches",
+        ),
+    )
+
+
+def _check_batch(batch: Batch, config: LossConfig) -> None:
+    _refuse_missing(
         (
             batch.prev_logprobs is None and not config.force_on_policy_ratio,
             "batch.prev_logprobs: run a score pass, or set force_on_policy_ratio=True",
@@ -142,38 +168,19 @@ def _check_inputs(
             "batch.generation_logprobs: have the sampler return them; they are never guessed",
         ),
         (
-            config.kl_on and batch.reference_logprobs is None,
+            batch.reference_logprobs is None and config.kl_on,
             "batch.reference_logprobs: run a reference pass, or set reference_policy_kl_penalty=0",
         ),
         (
-            config.kl_on and filtering_on and scores.unfiltered is None,
-            "scores.unfiltered: the KL term compares unfiltered log-probabilities; ask "
-            "token_scores for them",
-        ),
-        (
-            config.positive_nll_on and batch.rewards is None,
+            batch.rewards is None and config.positive_nll_on,
             "batch.rewards: positive_example_nll_weight reads them; set it to 0",
         ),
-        (
-            config.positive_nll_on
-            and counts.positives is None
-            and not config.positive_nll_local_count,
-            "counts.positives: count them over the global batch with masks.count",
-        ),
-        (
-            config.entropy_bonus_on and scores.entropy is None,
-            "scores.entropy: entropy_bonus reads it; ask token_scores for it",
-        ),
-        (
-            config.truncated_is_normalization == "survivors"
-            and config.kl_on
-            and counts.survivors is None,
-            "counts.survivors: with a KL term, truncated_is_normalization='survivors' needs the "
-            "survivors before the loss; add survivor_counts over the micro-batches",
-        ),
-    ]
-    for wrong, message in missing:
-        if wrong:
+    )
+
+
+def _refuse_missing(*cases: tuple[bool, str]) -> None:
+    for missing, message in cases:
+        if missing:
             raise ValueError(f"the loss needs {message}")
 
 
@@ -289,17 +296,18 @@ def _kl_term(
     assert batch.reference_logprobs is not None  # checked at the door
     reference = jax.lax.stop_gradient(batch.reference_logprobs)
     reference = jnp.where(on, reference, 0).astype(dtype)
-    baseline = jax.lax.stop_gradient(current)
+    # e^(c − sg(c)) is 1 with derivative 1: no exponential is needed for that.
+    weight = 1 + (current - jax.lax.stop_gradient(current))
     if config.use_on_policy_kl_approximation:
         generation = jax.lax.stop_gradient(batch.generation_logprobs)
-        baseline = jnp.where(on, generation, 0).astype(dtype)
+        weight = _kl_weight(current - jnp.where(on, generation, 0).astype(dtype))
     per_token = kl.calculate_kl(
         current,
         reference,
         config.reference_policy_kl_type,
         input_clamp=config.kl_input_clamp_value,
         output_clamp=config.kl_output_clamp_value,
-        weights=_kl_weight(current - baseline),
+        weights=weight,
     )
     return _reduce(per_token, view.whole, denominator, view, config)
 

@@ -6,10 +6,12 @@ Symbols: c/p/g current/previous/sampler log-probability, m token weight, m_s seq
 importance weight, ρ ratio.
 """
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from grpo_jax.core import arithmetic, diagnostics, kl
+from grpo_jax.core import arithmetic, diagnostics, surrogates
 from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.corrections import Weights
 from grpo_jax.core.diagnostics import Metrics
@@ -24,18 +26,23 @@ def measure(
     """Every raw metric but the losses themselves and the counters of the view."""
     metrics = _correction(view, weights, config) | _agreement(view)
     if config.metrics_level == "full":
-        metrics |= _mismatch(view, config) | _ratios(view, terms)
+        metrics |= _mismatch(view, config) | _ratios(view, terms, config)
         metrics |= _weights(view, weights) | _policy(scores, view)
     return metrics
 
 
-def survivors(view: View, weights: Weights) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def survivors(
+    view: View, weights: Weights, config: LossConfig
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Tokens and sequences that the truncation left, with those outside the support still in.
 
     A dropped sequence takes all its tokens with it; a sequence of which every token was dropped is
     gone too.
     """
     sequences, whole, actor = view.sequences, view.whole, view.actor
+    drops = config.truncated_importance_sampling_type not in (None, "tis")
+    if not drops and config.token_veto_threshold is None:
+        return jnp.sum(whole.weights), jnp.sum(whole.sequences)
     dropped = (actor.weights != 0) & ~weights.keep_tokens
     gate = sequences.spread(weights.keep_sequences.astype(whole.weights.dtype))
     tokens = jnp.where(dropped, 0, whole.weights) * gate
@@ -46,22 +53,23 @@ def survivors(view: View, weights: Weights) -> tuple[Float[Array, ""], Float[Arr
 
 
 def _extrema(values: Array, view: View) -> tuple[Array, Array]:
-    """Smallest and largest value at trained tokens; +inf and −inf where there are none."""
-    on = view.actor.weights != 0
-    return (
-        jnp.min(jnp.where(on, values, jnp.inf), initial=jnp.inf),
-        jnp.max(jnp.where(on, values, -jnp.inf), initial=-jnp.inf),
-    )
+    """Smallest and largest value at trained tokens; +inf and −inf where there are none.
+
+    Values elsewhere are sanitised, so an added infinity takes them out; unlike a selection the sum
+    is fused into the reduction by XLA's CPU compiler.
+    """
+    away = jnp.where(view.actor.weights != 0, 0, jnp.inf).astype(values.dtype)
+    return jnp.min(values + away, initial=jnp.inf), jnp.max(values - away, initial=-jnp.inf)
 
 
 def _correction(view: View, weights: Weights, config: LossConfig) -> Metrics:
     """What the importance correction used and what it dropped."""
     m, m_s = view.actor.weights, view.actor.sequences
-    tokens, sequences = survivors(view, weights)
+    tokens, sequences = survivors(view, weights, config)
     metrics = {
         "survivor_tokens": tokens,
         "survivor_sequences": sequences,
-        "is_weight_overflow_tokens": jnp.sum(weights.overflow & (m != 0), dtype=m.dtype),
+        "is_weight_overflow_tokens": jnp.sum(weights.overflow * (m != 0), dtype=m.dtype),
         "is_vetoed_sequences": jnp.sum(jnp.where(weights.vetoed, m_s, 0)),
         "sampling_importance_ratio": jnp.sum(weights.weights * m),
     }
@@ -70,7 +78,7 @@ def _correction(view: View, weights: Weights, config: LossConfig) -> Metrics:
         rows = view.sequences.max(weights.weights)
         metrics["sampling_importance_ratio"] = jnp.sum(rows * m_s)
     if config.truncated_importance_sampling_type is not None:
-        touched = jnp.sum(jnp.where(weights.touched, m, 0))
+        touched = jnp.sum(weights.touched * m)
         metrics["is_oob_token_ratio"] = metrics["is_oob_ratio"] = touched
         if config.sequence_truncation:
             metrics["is_oob_ratio"] = jnp.sum(jnp.where(weights.keep_sequences, 0, m_s))
@@ -78,36 +86,50 @@ def _correction(view: View, weights: Weights, config: LossConfig) -> Metrics:
 
 
 def _agreement(view: View) -> Metrics:
-    """token_mult_prob_error = Σ e^(|g − p| m) m."""
-    m = view.actor.weights
-    gap = jnp.abs(view.generation - view.previous)
-    return {"token_mult_prob_error": jnp.sum(arithmetic.capped_exp(gap * m) * m)}
+    """token_mult_prob_error = Σ e^|p − g| m: the weight stands outside the exponential."""
+    up, down, _, _ = arithmetic.both_ways(view.previous - view.generation)
+    return {"token_mult_prob_error": jnp.sum(jnp.maximum(up, down) * view.actor.weights)}
 
 
 def _mismatch(view: View, config: LossConfig) -> Metrics:
     """Sampler-to-trainer divergences at the sampled tokens, without clamps.
 
-    js = ½ k3(p − M) + ½ k3(g − M),   M = log(½ e^p + ½ e^g),   k3(d) = e^d − 1 − d
+        js = ½ k3(p − M) + ½ k3(g − M),   M = log(½ e^p + ½ e^g),   k3(d) = e^d − 1 − d
+           = log cosh(δ/2) = ½ log(1 + ¼ (k3(δ) + k3(−δ))),          δ = p − g
+
+    The last form neither cancels at small δ nor needs an exponential of its own.
     """
-    p, g, m = view.previous, view.generation, view.actor.weights
+    gap, m = view.previous - view.generation, view.actor.weights
+    _, _, forth, back = arithmetic.both_ways(gap)
+    k3s = forth + back
+    size = jnp.abs(gap)
+    js = jnp.where(size > 30, size / 2 - math.log(2), 0.5 * jnp.log1p(0.25 * k3s))
     kind = config.reference_policy_kl_type
-    free = {"input_clamp": None, "output_clamp": None}
-    middle = jnp.logaddexp(p, g) - jnp.log(jnp.asarray(2, p.dtype))
-    halves = kl.calculate_kl(middle, p, "k3", **free) + kl.calculate_kl(middle, g, "k3", **free)
+    if kind == "k1":
+        forth, back = -gap, gap
+    elif kind == "k2":
+        forth = back = 0.5 * jnp.square(gap)
     return {
-        "gen_kl_error": jnp.sum(kl.calculate_kl(g, p, kind, **free) * m),
-        "policy_kl_error": jnp.sum(kl.calculate_kl(p, g, kind, **free) * m),
-        "js_divergence_error": jnp.sum(0.5 * halves * m),
+        "gen_kl_error": jnp.sum(forth * m),
+        "policy_kl_error": jnp.sum(back * m),
+        "js_divergence_error": jnp.sum(js * m),
     }
 
 
-def _ratios(view: View, terms: Terms) -> Metrics:
+def _ratios(view: View, terms: Terms, config: LossConfig) -> Metrics:
     """Current against previous policy, before and after the clip."""
     m = view.actor.weights
     low, high = terms.ratio < terms.clipped, terms.ratio > terms.clipped
     cut = (low & (view.advantages < 0)) | (high & (view.advantages > 0))
     smallest, largest = _extrema(terms.ratio, view)
-    clipped_smallest, clipped_largest = _extrema(terms.clipped, view)
+    if config.surrogate in surrogates.CLIPPED:  # the clip is monotone: it maps extrema to extrema
+        low_bound, high_bound = surrogates.interval(config)
+        clipped_smallest, clipped_largest = (
+            jnp.where(jnp.isinf(x), x, jnp.clip(x, low_bound, high_bound))
+            for x in (smallest, largest)
+        )
+    else:
+        clipped_smallest, clipped_largest = _extrema(terms.clipped, view)
     return {
         "probs_ratio": jnp.sum(terms.ratio * m),
         "probs_ratio_clamped": jnp.sum(terms.clipped * m),
@@ -115,9 +137,9 @@ def _ratios(view: View, terms: Terms) -> Metrics:
         "probs_ratio_max": largest,
         "probs_ratio_clamped_min": clipped_smallest,
         "probs_ratio_clamped_max": clipped_largest,
-        "clip_fraction_low": jnp.sum(jnp.where(low, m, 0)),
-        "clip_fraction_high": jnp.sum(jnp.where(high, m, 0)),
-        "clip_fraction": jnp.sum(jnp.where(cut, m, 0)),
+        "clip_fraction_low": jnp.sum(low * m),
+        "clip_fraction_high": jnp.sum(high * m),
+        "clip_fraction": jnp.sum(cut * m),
     }
 
 

@@ -35,7 +35,8 @@ class Terms(NamedTuple):
     clipped: Float[Array, "B T"]  # the ratio after its clip
 
 
-def _interval(config: LossConfig) -> tuple[Array | float, Array | float]:
+def interval(config: LossConfig) -> tuple[Array | float, Array | float]:
+    """Bounds of the clipped ratio."""
     return 1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max
 
 
@@ -62,7 +63,7 @@ def ppo(view: View, config: LossConfig) -> Terms:
     arXiv:2503.14476; response ratios: Zheng et al. 2025 (GSPO), arXiv:2507.18071.
     """
     ratio = arithmetic.capped_exp(view.log_ratio, config.log_ratio_cap)
-    clipped = arithmetic.clip_through(ratio, *_interval(config))
+    clipped = arithmetic.clip_through(ratio, *interval(config))
     plain, bounded = -view.advantages * ratio, -view.advantages * clipped
     # On a tie both branches have the same derivative, so taking one equals torch's two halves.
     loss = jnp.where(plain >= bounded, plain, bounded)
@@ -96,7 +97,7 @@ def cispo(view: View, config: LossConfig) -> Terms:
     Tokens outside the interval keep their gradient. Source: MiniMax-M1 2025, arXiv:2506.13585.
     """
     ratio = arithmetic.capped_exp(view.log_ratio, config.log_ratio_cap)
-    clipped = arithmetic.clip_through(ratio, *_interval(config))
+    clipped = arithmetic.clip_through(ratio, *interval(config))
     return Terms(-view.advantages * jax.lax.stop_gradient(clipped) * view.logprobs, ratio, clipped)
 
 
@@ -146,3 +147,6 @@ SURROGATES: dict[str, Callable[[View, LossConfig], Terms]] = {
     "sapo": sapo,
     "gmpo": gmpo,
 }
+
+CLIPPED = ("ppo", "cispo")
+"""Surrogates whose clipped ratio is `clip(ratio, *interval(config))`."""
