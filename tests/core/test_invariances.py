@@ -8,6 +8,7 @@ response; KL, entropy bonus and positive-example terms are on.
 """
 
 import dataclasses
+import functools
 import os
 import sys
 
@@ -70,15 +71,11 @@ TERMS = {
 
 
 def combinations():
-    """Every surrogate with every reduction, and every correction with two surrogates.
-
-    The correction rotates along the first, so that all pairs of switches are met somewhere.
-    """
+    """Every surrogate with every reduction; the correction rotates, so that each is met."""
     wanted = []
     for i, surrogate in enumerate(SURROGATES):
         for j, reduction in enumerate(REDUCTIONS):
             wanted.append((surrogate, reduction, list(CORRECTIONS)[(i + 3 * j) % len(CORRECTIONS)]))
-    wanted += [(s, r, c) for c in CORRECTIONS for s, r in (("ppo", "token"), ("dual", "sequence"))]
     found = {}
     for names in wanted:
         options = SURROGATES[names[0]] | REDUCTIONS[names[1]] | CORRECTIONS[names[2]] | TERMS
@@ -96,15 +93,16 @@ every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 def test_the_matrix_meets_every_switch():
     names = {part for name in CASES for part in name.split("-", 2)}
     assert {*SURROGATES, *REDUCTIONS, *CORRECTIONS} <= names
-    assert len(CASES) >= 25
+    assert len(CASES) >= 18
 
 
 def take(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def base_case(config, seed=3):
-    scores, batch = random_case(seed)
+@functools.lru_cache
+def base_case(config):
+    scores, batch = random_case(3)
     counts = masks.count(batch)
     return scores, batch, counts, evaluate(scores, batch, config, counts, filtering_on=True)
 
@@ -184,11 +182,17 @@ def test_what_stands_outside_the_mask_does_not_matter(config):
     found = one(*stacked)
     for index, value in enumerate(POISONS):
         assert_same(take(found, index), wanted, tolerance=1e-14, context=f"poison {value}")
-    found = evaluate(*poisoned(scores, batch, np.nan, bool), config, counts, filtering_on=True)
-    assert_same(found, wanted, tolerance=1e-14, context="boolean mask")
 
 
-@pytest.mark.parametrize("name", ["ppo-token-tis", "gmpo-dr_grpo-geo-rs"])
+@pytest.mark.parametrize("name", list(CASES)[::4])
+def test_a_boolean_mask_is_as_safe_as_a_float_one(name):
+    scores, batch, counts, wanted = base_case(CASES[name])
+    dirty = poisoned(scores, batch, np.nan, bool)
+    found = evaluate(*dirty, CASES[name], counts, filtering_on=True)
+    assert_same(found, wanted, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("name", ["on_policy-token-tis", "gmpo-dr_grpo-geo-rs"])
 def test_columns_of_padding_change_nothing(name):
     config = CASES[name]
     scores, batch, counts, wanted = base_case(config)
@@ -198,7 +202,7 @@ def test_columns_of_padding_change_nothing(name):
     assert_same((found[0], grads, found[2]), wanted)
 
 
-@pytest.mark.parametrize("name", list(CASES)[::6])
+@pytest.mark.parametrize("name", list(CASES)[::7])
 def test_jit_changes_nothing(name):
     config = CASES[name]
     scores, batch, counts, wanted = base_case(config)
@@ -206,7 +210,7 @@ def test_jit_changes_nothing(name):
     assert_same(jitted(scores, batch), wanted)
 
 
-@pytest.mark.parametrize("name", list(CASES)[1::6])
+@pytest.mark.parametrize("name", list(CASES)[1::7])
 def test_row_blocks_change_nothing(name):
     config = CASES[name]
     scores, batch, counts, wanted = base_case(config)
@@ -214,7 +218,7 @@ def test_row_blocks_change_nothing(name):
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("name", list(CASES)[2::6])
+@pytest.mark.parametrize("name", list(CASES)[2::7])
 def test_bfloat16_inputs_are_computed_in_float32(name):
     """Equal to float32 on the rounded inputs; the gradient is then rounded to 8 bits: 2^-8."""
     config = CASES[name]
@@ -245,7 +249,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_reinforce(reduction):
 
 def test_hyperparameters_can_be_mapped_over():
     scores, batch = random_case(3)
-    base, counts = CASES["ppo-token-tis"], masks.count(batch)
+    base, counts = CASES["ppo-sequence-icepop"], masks.count(batch)
     bounds = jnp.asarray([0.05, 0.3])
 
     def loss_of(bound, row_block):
@@ -270,7 +274,7 @@ def test_hyperparameters_can_be_mapped_over():
 
 @pytest.mark.parametrize("row_block", [None, 1])
 def test_shards_and_rematerialisation_change_nothing(row_block):
-    config = CASES["ppo-token-tis"]
+    config = CASES["on_policy-token-tis"]
     scores, batch, counts, wanted = base_case(config)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
@@ -288,7 +292,7 @@ def test_shards_and_rematerialisation_change_nothing(row_block):
 
 
 def test_debug_nans_stays_quiet_on_masked_garbage():
-    config = CASES["ppo-token-tis"]
+    config = CASES["on_policy-token-tis"]
     scores, batch, counts, wanted = base_case(config)
     dirty = poisoned(scores, batch, np.nan, bool)
     with jax.debug_nans(True):
