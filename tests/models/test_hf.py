@@ -1,5 +1,6 @@
 """Hugging Face folders: exact round trips, and every kind of damage refused by name."""
 
+import functools
 import json
 import shutil
 
@@ -12,9 +13,10 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax.models import hf, hf_config, presets, transformer
 
 
+@functools.cache
 def make(**changes):
     config = presets.preset("tiny", bos_token_id=1, eos_token_ids=(2, 3), **changes)
-    return config, transformer.init_params(config, jax.random.key(0))
+    return config, jax.jit(lambda key: transformer.init_params(config, key))(jax.random.key(0))
 
 
 @pytest.fixture
