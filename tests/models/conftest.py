@@ -4,9 +4,12 @@ import dataclasses
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from grpo_jax.models import transformer
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 
@@ -89,6 +92,22 @@ def torch_models(tmp_path_factory):
             module.save_pretrained(folder)
             made[family, dtype] = TorchModel(folder, module)
         return made[family, dtype]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def draw():
+    """Make a function config -> random parameters, without a program to compile."""
+
+    def make(config, seed: int = 0):
+        rng = np.random.default_rng(seed)
+
+        def leaf(path, shape):
+            mean = float("scale" in str(path))  # norms are around 1
+            return jnp.asarray(rng.normal(mean, 0.2, shape.shape), shape.dtype)
+
+        return jax.tree.map_with_path(leaf, transformer.abstract_params(config))
 
     return make
 

@@ -13,11 +13,9 @@ LENGTHS, WIDTH, NEW = [7, 3, 5], 8, 4
 UNROLL = pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "stacked"])
 
 
-@functools.cache
-def build(**changes):
-    changes = {"initializer_range": 0.2, "rope_theta": 100.0, **changes}
-    config = presets.preset("tiny", **changes)
-    return config, jax.jit(lambda key: transformer.init_params(config, key))(jax.random.key(0))
+def make(draw, **changes):
+    config = presets.preset("tiny", **{"rope_theta": 100.0, **changes})
+    return config, draw(config)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -49,8 +47,8 @@ def decode(config, decoder, params, tokens, lengths, cache_length):
     return run(params)
 
 
-def compare(rows, atol, unroll, cache_length=WIDTH + NEW, **changes):
-    config, params = build(**changes)
+def compare(draw, rows, atol, unroll, cache_length=WIDTH + NEW, **changes):
+    config, params = make(draw, **changes)
     lengths = jnp.array(LENGTHS, jnp.int32)
     tokens, positions, _ = rows(264, LENGTHS, WIDTH + NEW)
     decoder = cache.decoder_for(config, unroll=unroll)
@@ -59,44 +57,32 @@ def compare(rows, atol, unroll, cache_length=WIDTH + NEW, **changes):
     whole = full_logits(config, params, tokens, positions, segment_ids)
     where = lengths[:, None] - 1 + jnp.arange(1 + NEW)[None]
     expected = jnp.take_along_axis(whole, where[..., None], axis=1)
+    assert found.dtype == expected.dtype
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     assert float(jnp.abs(expected).max()) > 1
 
 
 @pytest.mark.parametrize(("unroll", "tied"), [(True, True), (False, False)])
-def test_cached_decode_equals_the_full_forward(rows, unroll, tied):
-    # float32: sums in another order, on logits around 10.
-    compare(rows, 1e-5, unroll, tie_embeddings=tied)
-
-
-@UNROLL
-def test_cached_decode_equals_the_full_forward_in_float64(x64, rows, unroll):
-    changes = {"qkv_bias": True, "family": "qwen2"}
+def test_cached_decode_equals_the_full_forward(x64, draw, rows, unroll, tied):
+    changes = {"qkv_bias": True, "family": "qwen2", "tie_embeddings": tied}
     wide = {"param_dtype": "float64", "compute_dtype": "float64"}
     # RoPE's angles are float32 on both sides, and the same.
-    compare(rows, 1e-12, unroll, **changes, **wide)
+    compare(draw, rows, 1e-12, unroll, **changes, **wide)
 
 
-def test_a_longer_cache_changes_nothing(rows):
-    compare(rows, 1e-5, True, cache_length=40)
+def test_cached_decode_with_a_longer_cache_in_float32(draw, rows):
+    # Sums in another order, on logits around 5.
+    compare(draw, rows, 1e-5, True, cache_length=40)
 
 
-def test_both_layouts_agree_in_bfloat16(rows):
-    config, params = build(compute_dtype="bfloat16")
-    tokens, _, _ = rows(264, LENGTHS, WIDTH + NEW)
-    lengths = jnp.array(LENGTHS, jnp.int32)
-    first, second = (
-        decode(config, cache.decoder_for(config, unroll=u), params, tokens, lengths, 12)
-        for u in (True, False)
-    )
-    assert first.dtype == jnp.float32
+def test_cached_decode_in_bfloat16(draw, rows):
     # bfloat16 rounds to 2^-9 of logits around 5, a few times on the way.
-    np.testing.assert_allclose(first, second, rtol=0, atol=0.15)
+    compare(draw, rows, 0.15, False, compute_dtype="bfloat16")
 
 
 @UNROLL
-def test_repeat_shares_one_prefill_among_a_group(rows, unroll):
-    config, params = build()
+def test_repeat_shares_one_prefill_among_a_group(draw, rows, unroll):
+    config, params = make(draw)
     decoder = cache.decoder_for(config, unroll=unroll)
     tokens, _, _ = rows(264, LENGTHS, WIDTH)
     lengths = jnp.array(LENGTHS, jnp.int32)
@@ -117,14 +103,13 @@ def test_repeat_shares_one_prefill_among_a_group(rows, unroll):
 
 @UNROLL
 def test_every_leaf_has_the_slots_in_front(unroll):
-    config, _ = build()
-    slots = cache.decoder_for(config, unroll=unroll).init_cache(5, 12)
+    slots = cache.decoder_for(presets.preset("tiny"), unroll=unroll).init_cache(5, 12)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(slots)} == {5}
 
 
 @UNROLL
-def test_a_position_beyond_the_cache_writes_nothing(unroll):
-    config, params = build()
+def test_a_position_beyond_the_cache_writes_nothing(draw, unroll):
+    config, params = make(draw)
     decoder = cache.decoder_for(config, unroll=unroll)
     tokens, positions = jnp.array([4, 5], jnp.int32), jnp.array([6, 2], jnp.int32)
     _, after = jax.jit(
@@ -137,7 +122,7 @@ def test_a_position_beyond_the_cache_writes_nothing(unroll):
 @UNROLL
 def test_the_cache_is_updated_in_place(unroll):
     """The loop needs no room for a second cache, and the donated one is given back."""
-    config, _ = build()
+    config = presets.preset("tiny")
     decoder = cache.decoder_for(config, unroll=unroll)
     rows, length = 4, 4096
     shapes = jax.eval_shape(decoder.prepare, transformer.abstract_params(config))

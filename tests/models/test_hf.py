@@ -1,6 +1,5 @@
 """Hugging Face folders: exact round trips, and every kind of damage refused by name."""
 
-import functools
 import json
 import shutil
 
@@ -10,17 +9,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax.models import hf, hf_config, presets, transformer
-
-
-@functools.cache
-def make(**changes):
-    config = presets.preset("tiny", bos_token_id=1, eos_token_ids=(2, 3), **changes)
-    return config, jax.jit(lambda key: transformer.init_params(config, key))(jax.random.key(0))
+from grpo_jax.models import hf, hf_config, presets
 
 
 @pytest.fixture
-def folder(tmp_path):
+def make(draw):
+    """Make a function changes -> (config, params) of a tiny model."""
+
+    def of(**changes):
+        config = presets.preset("tiny", bos_token_id=1, eos_token_ids=(2, 3), **changes)
+        return config, draw(config)
+
+    return of
+
+
+@pytest.fixture
+def folder(tmp_path, make):
     """An untied, biased model in one file."""
     config, params = make(tie_embeddings=False, qkv_bias=True, family="qwen2")
     hf.save_model(tmp_path / "model", config, params)
@@ -47,7 +51,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_shard_bytes", [hf.DEFAULT_SHARD_BYTES, 50_000])
-def test_round_trip_is_exact(tmp_path, dtype, max_shard_bytes):
+def test_round_trip_is_exact(tmp_path, dtype, max_shard_bytes, make):
     scaling = presets.RopeScaling("llama3", 8.0, 1.0, 4.0, 128)
     config, params = make(
         param_dtype=dtype, compute_dtype=dtype, rope_scaling=scaling, tie_embeddings=False
@@ -105,7 +109,7 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(
     np.testing.assert_allclose(found, torch_model.logits(tokens, segment_ids), atol=1e-4)
 
 
-def test_companions_are_copied_and_an_old_export_is_replaced(tmp_path, folder):
+def test_companions_are_copied_and_an_old_export_is_replaced(tmp_path, folder, make):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("hello")
     config, params = make()
@@ -115,7 +119,9 @@ def test_companions_are_copied_and_an_old_export_is_replaced(tmp_path, folder):
     assert names == {"config.json", hf.SINGLE, "tokenizer.json", "chat_template.jinja"}
 
 
-def test_a_save_that_fails_leaves_the_old_export_and_nothing_else(tmp_path, folder, monkeypatch):
+def test_a_save_that_fails_leaves_the_old_export_and_nothing_else(
+    tmp_path, folder, monkeypatch, make
+):
     before = hf.load_model(folder).params
 
     def full(*args, **kwargs):
@@ -129,7 +135,7 @@ def test_a_save_that_fails_leaves_the_old_export_and_nothing_else(tmp_path, fold
     assert_same(hf.load_model(folder).params, before)
 
 
-def test_a_save_never_deletes_what_it_did_not_write(tmp_path, folder):
+def test_a_save_never_deletes_what_it_did_not_write(tmp_path, folder, make):
     config, params = make()
     (folder / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="holds thesis.tex, which no export writes"):
@@ -153,7 +159,7 @@ def test_what_is_not_there(tmp_path, folder):
         hf.load_model(folder)
 
 
-def test_a_shard_is_gone(tmp_path):
+def test_a_shard_is_gone(tmp_path, make):
     config, params = make()
     hf.save_model(tmp_path / "m", config, params, max_shard_bytes=50_000)
     gone = sorted((tmp_path / "m").glob("model-*"))[1]
@@ -195,7 +201,7 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
         hf.load_model(folder)
 
 
-def test_a_tied_model_may_carry_its_head_only_if_it_is_the_same(tmp_path):
+def test_a_tied_model_may_carry_its_head_only_if_it_is_the_same(tmp_path, make):
     config, params = make()
     hf.save_model(tmp_path / "m", config, params)
     table = "model.embed_tokens.weight"
@@ -233,7 +239,7 @@ def test_what_config_json_asks_for_in_vain_is_named(folder, changes, message):
         hf.load_model(folder)
 
 
-def test_mistral_with_a_window_is_refused():
+def test_mistral_with_a_window_is_refused(make):
     fields = {**hf_config.config_to_fields(make(family="mistral")[0]), "sliding_window": 4096}
     with pytest.raises(ValueError, match="sliding_window=4096 is not supported"):
         hf_config.config_from_fields(fields)

@@ -2,25 +2,20 @@
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.core.policy import Params, Policy
 from grpo_jax.models import hf, presets, transformer
 
 
 def logits_of(model: hf.LoadedModel, params, tokens, positions, segment_ids):
     hidden = model.policy.hidden(params, tokens, positions, segment_ids)
     return model.policy.unembed(model.policy.head(params), hidden)
-
-
-@functools.cache
-def tiny():
-    config = presets.preset("tiny", initializer_range=0.2)
-    params = jax.jit(lambda key: transformer.init_params(config, key))(jax.random.key(0))
-    return config, transformer.policy_for(config), params
 
 
 def score(policy, params, tokens, positions, segment_ids):
@@ -80,59 +75,78 @@ def test_logits_and_gradients_equal_transformers_in_float64(x64, torch_models, r
     assert seen == len(named)
 
 
-def test_padding_may_hold_anything(rows):
-    _, policy, params = tiny()
-    tokens, positions, segment_ids = rows(264, [9, 5], 9)
-    real = segment_ids > 0
-    grad = jax.jit(jax.value_and_grad(lambda p, *batch: score(policy, p, *batch)))
-    clean_value, clean = grad(params, tokens, positions, segment_ids)
-    for garbage in (-1, 10**6, 2**31 - 1):
-        dirty = (jnp.where(real, x, garbage) for x in (tokens, positions))
-        dirty_value, gradients = grad(params, *dirty, segment_ids)
-        np.testing.assert_allclose(dirty_value, clean_value, rtol=1e-6)
-        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(clean), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+class Tiny(NamedTuple):
+    """A model, and its value and gradient of `score`, compiled once for [3, 32] tokens."""
+
+    config: presets.ModelConfig
+    policy: Policy
+    params: Params
+    grad: Any  # compiled (params, tokens, positions, segment_ids) -> (value, gradients)
 
 
-def test_padding_more_changes_nothing(rows):
-    _, policy, params = tiny()
-    tokens, positions, segment_ids = rows(264, [9, 5], 16)
-    hidden = jax.jit(policy.hidden)
-    wide = hidden(params, tokens, positions, segment_ids)
-    narrow = hidden(params, tokens[:, :9], positions[:, :9], segment_ids[:, :9])
-    real = np.asarray(segment_ids[:, :9]) > 0
-    # Another width may sum in another order: a few units in the last place of values around 1.
-    np.testing.assert_allclose(np.asarray(wide[:, :9])[real], np.asarray(narrow)[real], atol=2e-6)
+@pytest.fixture(scope="module")
+def tiny(draw) -> Tiny:
+    config = presets.preset("tiny")
+    params = draw(config)
+    return Tiny(config, transformer.policy_for(config), params, compile_grad(config, params))
 
 
-def test_a_row_of_padding_is_finite(rows):
-    _, policy, params = tiny()
-    tokens, positions, segment_ids = rows(264, [0, 3], 6)
-    hidden = jax.jit(policy.hidden)(params, tokens, positions, segment_ids)
-    assert jnp.isfinite(hidden).all()
+def compile_grad(config, params):
+    grad = jax.jit(jax.value_and_grad(functools.partial(score, transformer.policy_for(config))))
+    return grad.lower(params, *[jax.ShapeDtypeStruct((3, 32), jnp.int32)] * 3).compile()
 
 
-def test_packed_equals_separate_with_gradients(rows):
-    _, policy, params = tiny()
-    tokens, positions, segment_ids = rows(264, [7, 5, 4], 7)
-    packed = [jnp.concatenate([x[0], x[1, :5], x[2, :4]])[None] for x in (tokens, positions)]
-    packed.append(jnp.repeat(jnp.array([1, 2, 3]), jnp.array([7, 5, 4]))[None])
-    grad = jax.value_and_grad(lambda p, *batch: score(policy, p, *batch))
-    separate_value, separate = jax.jit(grad)(params, tokens, positions, segment_ids)
-    packed_value, gradients = jax.jit(grad)(params, *packed)
-    np.testing.assert_allclose(packed_value, separate_value, rtol=2e-6)
-    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(separate), strict=True):
+def assert_close(found, expected):
+    """Compare trees of gradients: float32 sums in another order."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
-def test_a_token_never_sees_what_comes_later(rows):
-    _, policy, params = tiny()
-    tokens, positions, segment_ids = rows(264, [8], 8)
-    hidden = jax.jit(policy.hidden)
-    before = hidden(params, tokens, positions, segment_ids)
-    after = hidden(params, tokens.at[0, 5].add(1), positions, segment_ids)
+def test_padding_may_hold_anything(tiny, rows):
+    tokens, positions, segment_ids = rows(264, [9, 5, 0], 32)
+    clean_value, clean = tiny.grad(tiny.params, tokens, positions, segment_ids)
+    assert np.isfinite(clean_value)
+    for garbage in (-1, 10**6, 2**31 - 1):
+        dirty = (jnp.where(segment_ids > 0, x, garbage) for x in (tokens, positions))
+        value, gradients = tiny.grad(tiny.params, *dirty, segment_ids)
+        np.testing.assert_allclose(value, clean_value, rtol=1e-6)
+        assert_close(gradients, clean)
+
+
+def test_packed_equals_separate_with_gradients(tiny, rows):
+    separate = tokens, positions, segment_ids = rows(264, [7, 5, 4], 32)
+    packed = [jnp.zeros_like(x) for x in separate]
+    begin = 0
+    for row, length in enumerate([7, 5, 4]):
+        span = slice(begin, begin + length)
+        packed[0] = packed[0].at[0, span].set(tokens[row, :length])
+        packed[1] = packed[1].at[0, span].set(positions[row, :length])
+        packed[2] = packed[2].at[0, span].set(row + 1)
+        begin += length
+    value, gradients = tiny.grad(tiny.params, *packed)
+    expected_value, expected = tiny.grad(tiny.params, *separate)
+    np.testing.assert_allclose(value, expected_value, rtol=2e-6)
+    assert_close(gradients, expected)
+
+
+def test_padding_more_changes_nothing(tiny, rows):
+    tokens, positions, segment_ids = rows(264, [9, 5, 0], 32)
+    hidden = jax.jit(tiny.policy.hidden)
+    wide = hidden(tiny.params, tokens, positions, segment_ids)
+    narrow = hidden(tiny.params, tokens[:2, :9], positions[:2, :9], segment_ids[:2, :9])
+    assert jnp.isfinite(wide).all()  # the row of nothing but padding too
+    real = np.asarray(segment_ids[:2, :9]) > 0
+    # Another width may sum in another order: a few units in the last place of values around 1.
+    np.testing.assert_allclose(np.asarray(wide)[:2, :9][real], np.asarray(narrow)[real], atol=5e-6)
+
+
+def test_a_token_never_sees_what_comes_later(tiny, rows):
+    tokens, positions, segment_ids = rows(264, [8, 8, 8], 32)
+    hidden = jax.jit(tiny.policy.hidden)
+    before = hidden(tiny.params, tokens, positions, segment_ids)
+    after = hidden(tiny.params, tokens.at[0, 5].add(1), positions, segment_ids)
     np.testing.assert_array_equal(before[0, :5], after[0, :5])
-    assert (jnp.abs(before[0, 5:] - after[0, 5:]).max(-1) > 1e-3).all()
+    assert (jnp.abs(before[0, 5:8] - after[0, 5:8]).max(-1) > 1e-3).all()
 
 
 @pytest.mark.parametrize("name", presets.REMAT_NAMES[2:])
@@ -140,27 +154,24 @@ def test_every_remat_policy_exists(name):
     assert callable(getattr(jax.checkpoint_policies, name))
 
 
-@pytest.mark.parametrize("name", ["full", "dots_saveable"])
-def test_remat_changes_memory_and_nothing_else(rows, name):
-    batch = rows(264, [32, 20], 32)
-    config, policy, params = tiny()
-    again = transformer.policy_for(dataclasses.replace(config, remat=name))
-    plain, rematted = (
-        jax.jit(jax.value_and_grad(lambda p, m=m: score(m, p, *batch))).lower(params).compile()
-        for m in (policy, again)
+def test_remat_changes_memory_and_nothing_else(tiny, rows):
+    batch = rows(264, [32, 20, 7], 32)
+    again = compile_grad(dataclasses.replace(tiny.config, remat="full"), tiny.params)
+    (found, gradients), (expected, kept) = (
+        again(tiny.params, *batch),
+        tiny.grad(tiny.params, *batch),
     )
-    for a, b in zip(jax.tree.leaves(plain(params)), jax.tree.leaves(rematted(params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-    if name == "full":
-        temporary = [c.memory_analysis().temp_size_in_bytes for c in (plain, rematted)]
-        assert temporary[1] < 0.8 * temporary[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert_close(gradients, kept)
+    temporary = [c.memory_analysis().temp_size_in_bytes for c in (tiny.grad, again)]
+    assert temporary[1] < 0.8 * temporary[0]
 
 
-def test_bfloat16_compute_stays_near_float32(rows):
-    batch = rows(264, [20, 11], 20)
-    config, policy, params = tiny()
-    half = transformer.policy_for(dataclasses.replace(config, compute_dtype="bfloat16"))
-    wide = jax.jit(policy.hidden)(params, *batch)
+def test_bfloat16_compute_stays_near_float32(tiny, rows):
+    batch = rows(264, [20, 11, 32], 32)
+    params = tiny.params
+    half = transformer.policy_for(dataclasses.replace(tiny.config, compute_dtype="bfloat16"))
+    wide = jax.jit(tiny.policy.hidden)(params, *batch)
     narrow = jax.jit(half.hidden)(params, *batch)
     assert narrow.dtype == jnp.bfloat16
     logits = half.unembed(half.head(params), narrow)
