@@ -9,7 +9,6 @@ import jax
 
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
-from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.loss_config import LossConfig
 from grpo_jax.core.policy import Params
 from grpo_jax.data import prompts as prompting
@@ -60,6 +59,8 @@ def on_policy(loss: LossConfig, updates_per_rollout: int) -> LossConfig:
     """
     if updates_per_rollout > 1:
         return loss
+    if loss.truncated_is_normalization == "survivors" and loss.kl_on:
+        return loss  # the survivors are counted before the forward pass, from previous ones
     try:
         return dataclasses.replace(loss, force_on_policy_ratio=True)
     except ValueError:  # CISPO keeps its own ratio
@@ -89,6 +90,47 @@ def fingerprint(path: str | Path) -> str:
             stream.seek(max(size - (1 << 20), 0))
             digest.update(stream.read(1 << 20))
     return digest.hexdigest()[:16]
+
+
+def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
+    """Refuse what would only fail in the middle of a run.
+
+    Raises:
+      ConfigError: a prompt that does not fit the context with its completion, or no held-out
+        prompts to evaluate.
+      ValueError: a warm-up longer than the run, or rows that do not divide over the devices.
+    """
+    optimizer.build_schedule(
+        config.optimizer, config.run.steps * config.rollout.updates_per_rollout
+    )
+    _unit_rows(config, model)
+    evaluates = config.evaluate.at_start or config.evaluate.at_end or config.evaluate.every
+    if evaluates and not data.held_out:
+        raise ConfigError(
+            f"data.eval_size = {config.data.eval_size} leaves no held-out prompts to evaluate; "
+            "raise it, or set evaluate.at_start and evaluate.at_end to false"
+        )
+    longest = max(len(prompt.ids) for prompt in [*data.train, *data.held_out])
+    new = max(config.sampling.max_new_tokens, config.evaluate.max_new_tokens or 0)
+    if longest + new > model.loaded.config.max_length:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens, and with {new} new ones it exceeds the "
+            f"model's context of {model.loaded.config.max_length}; lower data.max_prompt_tokens "
+            "or sampling.max_new_tokens"
+        )
+
+
+def _unit_rows(config: Config, model: Model) -> int:
+    """Rows of one micro-batch over all devices; the rows of an update are a multiple of it."""
+    rows = config.rollout.rows // config.rollout.updates_per_rollout
+    shards = meshes.row_shards(model.mesh)
+    unit = config.rollout.micro_batch_size * shards
+    if rows % unit:
+        raise ConfigError(
+            f"the {rows} rows of an update do not divide over rollout.micro_batch_size = "
+            f"{config.rollout.micro_batch_size} rows × {shards} devices; use a multiple of {unit}"
+        )
+    return unit
 
 
 def build_stream(
@@ -136,22 +178,18 @@ def build_parts(
         or config.advantage.needs_policy_logprobs
     )
     filter_config, policy = config.sampling.filter, model.loaded.policy
-    shards = meshes.row_shards(model.mesh)
-    rows = config.rollout.rows // config.rollout.updates_per_rollout
-    unit = config.rollout.micro_batch_size * shards
-    if rows % unit:
-        raise ConfigError(
-            f"the {rows} rows of an update do not divide over rollout.micro_batch_size = "
-            f"{config.rollout.micro_batch_size} rows × {shards} devices; use a multiple of {unit}"
-        )
+    rows, unit = (
+        config.rollout.rows // config.rollout.updates_per_rollout,
+        _unit_rows(config, model),
+    )
     chunk = config.rollout.head_chunk
 
-    def score(unfiltered: bool, rows: int = config.rollout.rows) -> steps.ScoreStep:
+    def score(unfiltered: bool) -> steps.ScoreStep:
         return steps.make_score_step(
             policy,
             filter_config,
             unfiltered=unfiltered,
-            micro_batches=rows // unit,
+            micro_batches=config.rollout.rows // unit,
             chunk_size=chunk,
             places=places,
         )
@@ -177,11 +215,17 @@ def build_parts(
         ),
         score_previous=score(unfiltered=False) if needs_previous else None,
         score_reference=score(unfiltered=True) if needs_reference else None,
-        score_current=score(unfiltered=False, rows=rows),
+        score_current=steps.make_full_score_step(
+            policy,
+            filter_config,
+            entropy=loss.entropy_bonus_on,
+            chunk_size=chunk,
+            places=places,
+        ),
         reference=_reference(model, places) if needs_reference else None,
         place=lambda batch: rules.place(batch, places.mesh),
         dump=lambda path, batch, counts, current: dump.dump_step(
-            path, batch, counts, TokenScores(logprobs=current), loss
+            path, batch, counts, current, loss, filtering_on=filter_config.active
         ),
         checkpointer=checkpointer,
         reporter=reporter,

@@ -234,6 +234,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"grpo-jax {name}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except (RuntimeError, OSError) as error:  # a full disk, damaged checkpoints, a dead worker
+        if os.environ.get("GRPO_JAX_TRACEBACK"):
+            raise
+        print(f"grpo-jax {name} failed: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"\ngrpo-jax {name}: stopped; what was saved is kept", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def usage() -> str:
@@ -242,8 +250,8 @@ def usage() -> str:
     lines += [f"  {name:<8} {(f.__doc__ or '').splitlines()[0]}" for name, f in COMMANDS.items()]
     lines += [
         "",
-        "`grpo-jax COMMAND --help` lists every key of the config with its default;",
-        "configs/base.yaml explains them. GRPO_JAX_TRACEBACK=1 shows where an error came from.",
+        "`grpo-jax train --help` lists every key of the config; configs/base.yaml explains them.",
+        "GRPO_JAX_TRACEBACK=1 shows where an error came from.",
     ]
     return "\n".join(lines)
 

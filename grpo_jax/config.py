@@ -263,6 +263,11 @@ def validate(config: Config) -> list[str]:
             f"loss_fn.force_on_policy_ratio = true with rollout.updates_per_rollout = {updates}: "
             "the second update is no longer on-policy; set one of the two back (1 or false)"
         )
+    if config.sampling.filter.temperature == 0:
+        raise ConfigError(
+            "sampling.filter.temperature = 0 (greedy) gives every completion of a group the same "
+            "text, and nothing to learn from; use a temperature above 0 (evaluation has its own)"
+        )
     _check_estimator(config)
     return _warnings(config)
 
@@ -304,14 +309,9 @@ def _warnings(config: Config) -> list[str]:
             "advantage.kl_in_reward and loss_fn.reference_policy_kl_penalty are both on: the KL "
             "is paid twice"
         )
-    if config.sampling.min_new_tokens > 0:
+    if config.sampling.min_new_tokens > 1:
         found.append(
-            "sampling.min_new_tokens > 0 draws the first tokens from a distribution without stop "
+            "sampling.min_new_tokens > 1 draws the first tokens from a distribution without stop "
             "tokens, which the trainer does not know: the ratio is biased there"
-        )
-    if config.sampling.filter.temperature == 0:
-        raise ConfigError(
-            "sampling.filter.temperature = 0 (greedy) gives every completion of a group the same "
-            "text, and nothing to learn from; use a temperature above 0 (evaluation has its own)"
         )
     return found

@@ -24,15 +24,16 @@ from grpo_jax.train import evaluate, folder, loop, optimizer, reporting, rollout
 from grpo_jax.train import state as states
 
 MAY_CHANGE = (
-    "run.steps",
     "run.dir",
     "run.resume",
     "run.export",
+    "run.dump_steps",
+    "run.max_nonfinite",
     "report.",
     "checkpoint.",
     "reward.workers",
 )
-"""Keys that an unfinished run may be resumed with another value of."""
+"""Keys that an unfinished run may be resumed with another value of; see `_changed_keys`."""
 EXIT_OK, EXIT_NONFINITE, EXIT_INTERRUPTED = 0, 3, 130
 
 
@@ -57,8 +58,10 @@ def train(config: Config, console: Console | None = None) -> int:
         model = build.load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
         stream = build.build_stream(config, data)
+        build.check(config, model, data)
+        scorer.wait_ready()
         _describe(console, config, model, data)
-        folder.prepare(place, plan, configs.dump(config))  # from here on nothing is refused
+        folder.prepare(place, plan, configs.dump(config))  # what can be refused was refused above
         return _train(config, console, model, data, stream, scorer, plan, begin)
 
 
@@ -74,7 +77,9 @@ def _train(
 ) -> int:
     place = Path(config.run.dir)
     checkpointer = checkpointing.Checkpointer(
-        place / folder.CHECKPOINTS, config.checkpoint, say=lambda line: console.print(line)
+        place / folder.CHECKPOINTS,
+        config.checkpoint,
+        say=lambda line: console.print(line, markup=False),
     )
     opt = optimizer.build_optimizer(
         config.optimizer, config.run.steps * config.rollout.updates_per_rollout
@@ -105,11 +110,11 @@ def _train(
     try:
         outcome = loop.train(parts, state, config.run, start, notes)
     except loop.NonFiniteError as error:
-        console.print(f"[red]stopped:[/red] {error}")
+        console.print("stopped:", str(error), markup=False)
         return EXIT_NONFINITE
     finally:
+        saved = checkpointer.close()  # first: nothing may come between a save and its end
         reporter.close()
-        saved = checkpointer.close()
     return _finish(config, console, parts, outcome, saved, begin)
 
 
@@ -122,7 +127,10 @@ def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
         before = configs.load(path)
     except ConfigError as error:
         return {folder.CONFIG: (f"unreadable: {error}", "this version's keys")}
-    return configs.differences(before, config, MAY_CHANGE)
+    # Schedules that stretch over the run bend when its length changes.
+    stretches = config.optimizer.schedule != "constant" or config.optimizer.warmup_fraction > 0
+    fixed = stretches and config.optimizer.total_steps is None
+    return configs.differences(before, config, MAY_CHANGE + (() if fixed else ("run.steps",)))
 
 
 def _describe(
@@ -170,6 +178,8 @@ def _finish(
             outcome.state.params,
             companions=config.model.path,
         )
+        if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:
+            parts.tokenizer.save(place / "export")
         console.print(f"exported the weights to {place / 'export'}")
     seconds = time.perf_counter() - begin
     folder.finish(
@@ -287,6 +297,8 @@ def export(run: str, out: str, step: int | None = None, dtype: str = "float32") 
     params, source = _weights(model, config, run, step)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     hf.save_model(out, model.loaded.config, params, companions=config.model.path)
+    if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:
+        model.tokenizer.save(out)
     print(f"wrote {source} to {out} ({dtype})")
     return EXIT_OK
 

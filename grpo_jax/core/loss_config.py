@@ -74,7 +74,7 @@ class LossConfig:
     seq_logprob_error_threshold: float | None = None
     """Largest mean of exp|log p_gen - log p| that a sequence may have to be kept."""
     metrics_level: Literal["full", "minimal"] = "full"
-    """minimal leaves out ratio statistics, mismatch KL, JSD and entropy; gradients are the same."""
+    """minimal leaves out ratio statistics, mismatch KL, JSD, approx_entropy; same gradients."""
     truncated_is_normalization: Literal["batch", "survivors"] = "batch"
     """Divide the actor term by the batch's counts (reference) or by what the truncation left."""
     objective: Objective | None = None

@@ -28,7 +28,7 @@ from grpo_jax.data.prompts import Example
 from grpo_jax.rewards import worker
 
 _LOG = logging.getLogger(__name__)
-_INLINE = {"exact_match", "length"}  # linear in the text: no time limit needed
+_INLINE = {"exact_match", "length"}  # linear in the text, when nothing is extracted
 _START_LIMIT = 300.0  # seconds for a worker to import its rewards
 
 
@@ -178,7 +178,8 @@ class Scorer:
         return self._combine(values, problems)
 
     def _leaves(self, component: RewardComponent) -> bool:
-        return self._config.workers > 0 and component.kind not in _INLINE
+        inline = component.kind in _INLINE and "extract" not in component.params
+        return self._config.workers > 0 and not inline
 
     def _evaluate(self, samples: list[Sample]) -> Iterable[tuple[int, int, str, Any]]:
         """Yield (component, row, status, value) once for each component and sample."""

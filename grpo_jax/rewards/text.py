@@ -20,8 +20,15 @@ _NUMBER = re.compile(
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
-def exact_match(sample: "Sample", extract: Extract = "none", ignore_case: bool = False) -> float:
-    """Score 1 when the extracted answer equals the reference answer, spaces at the ends aside."""
+def exact_match(
+    sample: "Sample", extract: Extract = "none", ignore_case: bool = False
+) -> float | None:
+    """Score 1 when the extracted answer equals the reference answer, spaces at the ends aside.
+
+    None, no verdict, for a task without a reference answer.
+    """
+    if sample.example.answer is None:
+        return None
     found = extract_answer(sample.completion, extract)
     wanted = str(sample.example.answer).strip()
     if found is not None and ignore_case:

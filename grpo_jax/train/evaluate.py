@@ -42,6 +42,11 @@ class EvaluateConfig:
     def __post_init__(self):
         if self.every < 0:
             raise ValueError(f"every = {self.every} is negative; use 0 for none between")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens = {self.max_new_tokens} must be at least 1, or null for training's"
+            )
+        FilterConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # checks
         if self.completions < 1:
             raise ValueError(f"completions = {self.completions} must be at least 1")
         for k in self.pass_k:

@@ -39,7 +39,9 @@ def plan(
         said = f"{folder} holds {state}, which moves to {aside}; starting a new one"
         return Plan("start", said, aside)
     if not has_checkpoint(folder):
-        return Plan("start", f"the run in {folder} had saved nothing yet; starting it again")
+        aside = _free_name(folder)
+        said = f"the run in {folder} had saved nothing yet (it moves to {aside}); starting it again"
+        return Plan("start", said, aside)
     if changed:
         listing = "; ".join(f"{k}: {old!r} there, {new!r} now" for k, (old, new) in changed.items())
         raise ValueError(

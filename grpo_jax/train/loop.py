@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.policy import Params
 from grpo_jax.data.prompts import Prompt, PromptStream
 from grpo_jax.data.tokenizer import Tokenizer
@@ -64,10 +64,10 @@ class Parts(NamedTuple):
     train_step: TrainStep
     score_previous: ScoreStep | None  # None where the current forward pass already says it
     score_reference: ScoreStep | None  # None without a KL penalty
-    score_current: ScoreStep  # compiled only when a step is dumped
+    score_current: Callable[[Params, Batch], TokenScores]  # compiled only when a step is dumped
     reference: Params | None
     place: Callable[[Batch], Batch]  # host arrays onto the mesh
-    dump: Callable[[Path, Batch, Counts, jax.Array], Path]  # the last: current log-probabilities
+    dump: Callable[[Path, Batch, Counts, TokenScores], Path]
     checkpointer: Checkpointer
     reporter: reporting.Reporter
 
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
     state: TrainState
     step: int  # steps finished
-    reason: Literal["finished", "interrupted", "nonfinite", "target"]
+    reason: Literal["finished", "interrupted", "target"]
     first: dict[str, float]  # metrics of the first and
     last: dict[str, float]  # the last evaluation; empty where there was none
 
@@ -115,6 +115,8 @@ def train(
     with Interrupt(reporter.say) as interrupt:
         if start == 0 and parts.evaluate.at_start:
             notes["first"] = notes["last"] = _evaluate(parts, state, root, 0)
+        if _target_hit(parts.evaluate, notes["last"]):  # at the start, or before it was killed
+            return Outcome(state, step, "target", notes["first"], notes["last"])
         reporter.header()
         while step < config.steps:
             step += 1
@@ -124,6 +126,7 @@ def train(
             finished = step == config.steps
             if _evaluation_due(parts.evaluate, step, finished):
                 notes["last"] = _evaluate(parts, state, root, step)
+                metrics |= notes["last"]  # only this step's own: it decides which one is best
             hit = _target_hit(parts.evaluate, notes["last"])
             stop = finished or hit or interrupt.requested is not None
             if stop or parts.checkpointer.due(step):
@@ -151,15 +154,16 @@ def _step(
     scored = time.perf_counter()
     parts.reporter.phase("updating")
     state, updates = _update(parts, state, config, prepared.batch, step)
-    end = time.perf_counter()
+    updated = time.perf_counter()
     if parts.reporter.wants_samples(step):
         rows = prepare.sample_rows(step, rollout, prepared, parts.tokenizer)
         parts.reporter.samples(step, rows)
+    end = time.perf_counter()
     metrics = rollouts.summary(rollout) | gathered | prepared.metrics | updates
     metrics |= {f"seconds/{name}": value for name, value in rollout.seconds.items()}
     metrics |= {
         "seconds/score": scored - mark,
-        "seconds/update": end - scored,
+        "seconds/update": updated - scored,
         "seconds/step": end - begin,
         "tokens_per_second": float(np.sum(rollout.rows.completion_lengths)) / (end - begin),
         "programs/sampler": parts.engine.programs,
@@ -227,14 +231,15 @@ def _watch(
     """Count non-finite steps in a row and end the run when there are too many."""
     if metrics["skipped_empty"] > 0:
         parts.reporter.say(
-            f"step {step}: nothing is left to train after the filters; no update was applied "
-            f"({metrics['sequences']:.0f} sequences, {metrics['tokens']:.0f} tokens)"
+            f"step {step}: nothing was left to train after the filters in "
+            f"{metrics['skipped_empty']:.0f} of {parts.rollout.updates_per_rollout} update(s); "
+            f"{metrics['update_applied']:.0f} applied"
         )
     notes["nonfinite"] = notes["nonfinite"] + 1 if metrics["skipped_nonfinite"] > 0 else 0
     if notes["nonfinite"] >= config.max_nonfinite:
         raise NonFiniteError(
             f"{notes['nonfinite']} steps in a row had a non-finite loss or gradient, the last one "
-            f"step {step}; no update was applied in any of them. Look at the inputs with "
+            f"step {step}; none of those updates was applied. Look at the inputs with "
             f"`grpo-jax parity {parts.reporter.folder}/nonfinite/…`; run.max_nonfinite is the limit"
         )
 
@@ -276,4 +281,4 @@ def _save(
 ) -> None:
     parts.reporter.phase("saving")
     run = {"stream": parts.stream.state(), "notes": notes}
-    parts.checkpointer.save(step, state, run, metrics | notes["last"])
+    parts.checkpointer.save(step, state, run, metrics)

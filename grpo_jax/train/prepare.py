@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from grpo_jax.core import advantages as estimators
+from grpo_jax.core import diagnostics
 from grpo_jax.core.advantages import AdvantageConfig
 from grpo_jax.core.batch import Batch, Counts
 from grpo_jax.data import trajectories
@@ -256,23 +257,20 @@ def split_updates(batch: Batch, updates: int) -> Iterator[tuple[Batch, Counts]]:
         yield part, trajectories.count(part)
 
 
-_TOTALS = (  # numbers that add up over the updates of a step
-    "tokens",
-    "sequences",
-    "num_valid_samples",
-    "policy_support_excluded_tokens",
-    "update_applied",
-    "skipped_empty",
-    "skipped_nonfinite",
-)
+_TOTALS = {"tokens", "sequences", "update_applied", "skipped_empty", "skipped_nonfinite"} | {
+    name for name, entry in diagnostics.TABLE.items() if entry.normaliser == "none"
+}
+"""Numbers that add up over the updates of a step."""
 
 
 def merge_updates(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a step from those of its updates: counts add up, the rest is averaged.
 
-    `grad_norm_max` is the largest of the updates; learning rate and parameter norm are the last.
+    An update without any trained token is left out of the averages. `grad_norm_max` is the largest
+    of the updates; learning rate and parameter norm are the last.
     """
     merged = {}
+    trained = [result for result in results if not result["skipped_empty"]] or results
     for name in results[0]:
         values = [result[name] for result in results]
         if name in _TOTALS:
@@ -284,7 +282,7 @@ def merge_updates(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
         elif name.endswith("_max"):
             merged[name] = max(values)
         else:
-            merged[name] = float(np.mean(values))
+            merged[name] = float(np.mean([result[name] for result in trained]))
     merged["grad_norm_max"] = max(result["grad_norm"] for result in results)
     return merged
 
@@ -312,6 +310,8 @@ def sample_rows(
                 "shaped_reward": float(prepared.rewards[i]),
                 "components": {name: float(column[i]) for name, column in columns.items()},
                 "advantage": float(advantages.mean()) if advantages.size else 0.0,
+                "advantages": advantages.tolist(),
+                "token_mask": np.asarray(batch.token_mask)[i, span].tolist(),
                 "weight": float(np.asarray(batch.sample_weights)[i, 0]),
                 "dropped": prepared.dropped[i],
                 "stop_reason": STOP_REASONS[int(rows.stop_reasons[i])],

@@ -109,7 +109,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
-        self.console.print(text)
+        self.console.print(text, markup=False)  # brackets in a path or a message are no markup
 
     def phase(self, text: str) -> None:
         """Show what the run is doing right now (on a terminal only)."""
@@ -133,7 +133,7 @@ class Reporter:
             for name, value in metrics.items():
                 if math.isfinite(value):
                     self._tensorboard.add_scalar(name, value, step)
-        if "seconds/step" in row:
+        if row.get("seconds/step") is not None:
             self._durations.append(row["seconds/step"])
             self._line(step, row)
         if self.config.picture_every and step % self.config.picture_every == 0:
@@ -166,10 +166,9 @@ class Reporter:
         self.step(step, metrics)
         interval = ""
         if "eval/mean_reward/low" in metrics:
-            interval = (
-                f" [{metrics['eval/mean_reward/low']:.3f}, {metrics['eval/mean_reward/high']:.3f}]"
-            )
-        self.say(
+            low, high = metrics["eval/mean_reward/low"], metrics["eval/mean_reward/high"]
+            interval = rf" \[{low:.3f}, {high:.3f}]"  # the backslash: a bracket, not markup
+        self.console.print(
             f"[bold]held-out prompts after step {step}:[/bold] mean reward "
             f"{metrics['eval/mean_reward']:.3f}{interval}, length "
             f"{metrics['eval/length/mean']:.1f} tokens ({duration(seconds)})"
@@ -246,9 +245,11 @@ def duration(seconds: float) -> str:
     )
 
 
-def _number(value: Any) -> float | int:
+def _number(value: Any) -> float | int | None:
     value = value.item() if hasattr(value, "item") else value
-    return value if isinstance(value, int) else float(value)
+    if isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None  # JSON has no NaN and no infinity
 
 
 def _open_tensorboard(folder: Path, start_step: int):

@@ -110,8 +110,13 @@ def summary(rollout: Rollout) -> dict[str, float]:
     valid = scores.total[scores.valid]
     return metrics | {
         "reward/std": float(valid.std()) if valid.size else float("nan"),
-        "length/mean": float(lengths.mean()),
-        "length/max": float(lengths.max()),
-        "stop/fraction": float(1.0 - rollout.truncated.mean()),
-        "prompt_length/mean": float(np.mean(rollout.rows.prompt_lengths)),
+        "length/mean": _mean(lengths),
+        "length/max": float(lengths.max(initial=0)),
+        "stop/fraction": 1.0 - _mean(rollout.truncated),
+        "prompt_length/mean": _mean(np.asarray(rollout.rows.prompt_lengths)),
     }
+
+
+def _mean(values: np.ndarray) -> float:
+    """The mean, and NaN of nothing without a complaint."""
+    return float(values.mean()) if values.size else float("nan")

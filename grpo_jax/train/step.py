@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.core import diagnostics, logprobs, losses
-from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
 from grpo_jax.core.policy import Params, Policy
@@ -185,6 +185,41 @@ def make_score_step(
         return jax.jit(score)
     rows = rules.batch_sharding(places.mesh)
     return jax.jit(score, in_shardings=(places.state.params, rows), out_shardings=rows)
+
+
+def make_full_score_step(
+    policy: Policy,
+    filter_config: FilterConfig,
+    *,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+    places: Placement | None = None,
+) -> Callable[[Params, Batch], TokenScores]:
+    """Compile all that the loss is given of one forward pass; for dumps, so no micro-batches.
+
+    Returns:
+      `(params, batch) -> TokenScores` with what the train step asks for under the same filters.
+    """
+    mesh = None if places is None else places.mesh
+    policy = _rows_stay(policy, mesh)
+
+    def score(params: Params, batch: Batch) -> TokenScores:
+        return logprobs.token_scores(
+            policy,
+            params,
+            batch.tokens,
+            batch.positions,
+            batch.segment_ids,
+            filter=filter_config,
+            unfiltered=filter_config.active,
+            entropy=entropy,
+            kept_mass=filter_config.active,
+            chunk_size=chunk_size,
+            mask=batch.token_mask,
+            lanes=_lanes(mesh),
+        )
+
+    return jax.jit(score)
 
 
 def _rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:

@@ -30,6 +30,8 @@ def test_a_run_that_saved_nothing_starts_again(run):
     (run / folder.CHECKPOINTS / "4").rmdir()
     plan = folder.plan(run, "auto", {"optimizer.lr": (1, 2)})
     assert plan.action == "start" and "had saved nothing yet" in plan.said
+    folder.prepare(run, plan, "new")  # no metrics of the old one get mixed in
+    assert (run.parent / "run.old-1" / folder.CONFIG).read_text() == "old"
 
 
 def test_other_settings_are_refused_by_name(run):

@@ -11,6 +11,7 @@ from grpo_jax.rewards.scoring import Scores
 from grpo_jax.rewards.shaping import ShapingConfig
 from grpo_jax.sampling.generate import STOP_REASONS, Generation
 from grpo_jax.train import prepare
+from grpo_jax.train import rollout as rollouts
 from grpo_jax.train.filters import FiltersConfig
 from grpo_jax.train.rollout import Rollout, RolloutConfig
 
@@ -140,20 +141,33 @@ def test_a_short_step_is_filled_with_rows_without_weight():
 
 
 def test_updates_of_a_step_merge_by_kind():
+    common = {"skipped_empty": 0.0, "kept_tokens": 3.0, "probs_ratio_max": 1.5, "param_norm": 1.0}
     merged = prepare.merge_updates(
         [
-            {"tokens": 3.0, "loss": 1.0, "grad_norm": 2.0, "probs_ratio_max": 1.5, "param_norm": 1},
-            {"tokens": 5.0, "loss": 3.0, "grad_norm": 4.0, "probs_ratio_max": 1.2, "param_norm": 2},
+            common | {"tokens": 3.0, "loss": 1.0, "grad_norm": 2.0},
+            common | {"tokens": 5.0, "loss": 3.0, "grad_norm": 4.0, "probs_ratio_max": 1.2},
+            common | {"tokens": 0.0, "loss": 0.0, "grad_norm": 0.0, "skipped_empty": 1.0},
         ]
     )
     assert merged == {
         "tokens": 8.0,
-        "loss": 2.0,
+        "kept_tokens": 9.0,
+        "skipped_empty": 1.0,
+        "loss": 2.0,  # an empty update has no loss to average
         "grad_norm": 3.0,
         "grad_norm_max": 4.0,
         "probs_ratio_max": 1.5,
-        "param_norm": 2,
+        "param_norm": 1.0,
     }
+
+
+def test_nothing_at_all_is_a_batch_without_weight():
+    """Dynamic sampling that found no group to train must not end the run."""
+    empty = prepare.take(rollout(), np.array([], int))
+    prepared = run(empty, rules())
+    batch, counts = next(prepare.split_updates(prepared.batch, 1))
+    assert batch.tokens.shape[0] == 4 and counts.tokens == 0 and counts.sequences == 0
+    assert rollouts.summary(empty)["length/max"] == 0
 
 
 def test_sample_rows_tell_what_decided_the_training():
