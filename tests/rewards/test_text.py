@@ -60,7 +60,7 @@ def test_exact_match_and_format():
     assert text.exact_match(sample(" 4 ", 4)) == 1.0
     assert text.exact_match(sample("Yes", "yes")) == 0.0
     assert text.exact_match(sample("Yes", "yes"), ignore_case=True) == 1.0
-    assert text.exact_match(sample("4", None)) == 0.0
+    assert text.exact_match(sample("4", None)) is None  # nothing to compare with: no verdict
     assert text.format_match(sample("<think>a\nb</think>"), r"<think>.*</think>") == 1.0
     assert text.format_match(sample("x <think></think>"), "<think></think>", full=True) == 0.0
 
