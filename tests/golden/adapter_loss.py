@@ -89,11 +89,14 @@ def loss_and_grad(inputs, config, params):
         sequences=jnp.asarray(inputs["global_valid_seqs"]),
     )
 
-    def loss_fn(scores):
+    def loss_fn(scores, config):
         return losses.clipped_pg_loss(scores, batch, counts, config, filtering_on=filtering_on)
 
-    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(scores)
-    metrics = diagnostics.finalize_metrics(metrics, counts, config, rescale=False)
+    # Eagerly, metrics cost half as much outside the differentiated call.
+    minimal = dataclasses.replace(config, metrics_level="minimal")
+    grads, _ = jax.grad(loss_fn, has_aux=True)(scores, minimal)
+    loss, raw = loss_fn(scores, config)
+    metrics = diagnostics.finalize_metrics(raw, counts, config, rescale=False)
     rows, length = inputs["next_token_logprobs"].shape
     found = {"next_token_logprobs": np.asarray(grads.logprobs)[:rows, 1 : 1 + length]}
     if scores.unfiltered is not None:
