@@ -5,6 +5,7 @@ the file has it) is what another trainer made of the same inputs. The schema is 
 """
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any
@@ -16,6 +17,8 @@ import rich.console
 import rich.table
 
 from grpo_jax.core import diagnostics, losses
+from grpo_jax.core.batch import Batch, Counts, TokenScores
+from grpo_jax.core.loss_config import LossConfig
 from grpo_jax.train import causes, dump
 
 Array = np.ndarray
@@ -60,27 +63,38 @@ def evaluate(step: dump.Dump, dtype: str) -> Evaluation:
         return jnp.asarray(array.astype(dtype) if array.dtype.kind == "f" else array)
 
     with jax.enable_x64(dtype == "float64"):
-        scores, batch, counts = jax.tree.map(cast, (step.scores, step.batch, step.counts))
-
-        config = step.config
-        options: dict[str, Any] = dict(
-            filtering_on=step.filtering_on, max_segments=step.max_segments
+        arguments = jax.tree.map(cast, (step.scores, step.batch, step.counts))
+        loss, grad, metrics = _recompute(
+            *arguments, step.config, step.filtering_on, step.max_segments
         )
-        if config.truncated_is_normalization == "survivors" and counts.survivors is None:
-            left = losses.survivor_counts(scores, batch, config, **options)
-            counts = counts._replace(survivors=left)
-
-        def loss(logprobs):
-            replaced = scores._replace(logprobs=logprobs)
-            return losses.clipped_pg_loss(replaced, batch, counts, config, **options)
-
-        (value, raw), grad = jax.value_and_grad(loss, has_aux=True)(scores.logprobs)
-        metrics = diagnostics.finalize_metrics(raw, counts, step.config, rescale=False)
         return Evaluation(
-            loss=float(value),
+            loss=float(loss),
             grad=np.asarray(grad, np.float64),
             metrics={k: float(v) for k, v in metrics.items()},
         )
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _recompute(
+    scores: TokenScores,
+    batch: Batch,
+    counts: Counts,
+    config: LossConfig,
+    filtering_on: bool,
+    max_segments: int,
+):
+    """Loss, d loss / d log-probabilities and finished metrics, as arrays."""
+    options: dict[str, Any] = dict(filtering_on=filtering_on, max_segments=max_segments)
+    if config.truncated_is_normalization == "survivors" and counts.survivors is None:
+        left = losses.survivor_counts(scores, batch, config, **options)
+        counts = counts._replace(survivors=left)
+
+    def loss(logprobs):
+        replaced = scores._replace(logprobs=logprobs)
+        return losses.clipped_pg_loss(replaced, batch, counts, config, **options)
+
+    (value, raw), grad = jax.value_and_grad(loss, has_aux=True)(scores.logprobs)
+    return value, grad, diagnostics.finalize_metrics(raw, counts, config, rescale=False)
 
 
 def compare(step: dump.Dump, worst: int = 20) -> Report:
