@@ -27,7 +27,7 @@ def tiny_folder(tmp_path_factory) -> Path:
 def base_config(tiny_folder) -> dict:
     """A run of six short steps whose reward likes short completions."""
     return {
-        "run": {"steps": 6, "seed": 3},
+        "run": {"steps": 6, "seed": 3, "dump_steps": [6]},
         "model": {"path": str(tiny_folder)},
         "tokenizer": {"path": "bytes"},
         "data": {

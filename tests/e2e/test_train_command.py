@@ -130,24 +130,16 @@ def test_non_finite_steps_are_refused_dumped_and_end_the_run(base_config, tmp_pa
     assert "2 steps in a row" in output
     dumps = sorted((folder / "nonfinite").glob("*.npz"))
     assert dumps
-    status, output = finish(start("parity", dumps[0]))
-    assert status == 1 and "Traceback" not in output, output
+    assert parity.main_parity(dumps[0]) == 1  # it says what is not finite, and does not fall over
 
 
-def test_a_chosen_step_is_dumped_and_agrees_with_itself(base_config, tmp_path, undisturbed):
-    """The loss that training logged is the one that the parity tool recomputes from the file."""
-    folder = tmp_path / "run"
-    config = base_config | {"run": {"steps": 2, "seed": 3, "dump_steps": [2], "export": False}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    status, output = finish(start("train", path, "--run.dir", folder))
-    assert status == 0, output
+def test_a_chosen_step_is_dumped_and_agrees_with_itself(undisturbed):
+    """The loss that training logged is the one that the parity tool recomputes from the files."""
+    folder, _, _ = undisturbed
     files = sorted((folder / "dumps").glob("*.npz"))
-    assert [f.name for f in files] == ["step_000002_update_0.npz", "step_000002_update_1.npz"]
+    assert [f.name for f in files] == ["step_000006_update_0.npz", "step_000006_update_1.npz"]
     losses = [parity.evaluate(dump.load_dump(f), "float64").loss for f in files]
-    logged = [
-        row["loss"] for row in metrics(folder) if row.get("loss") is not None and row["step"] == 2
-    ]
+    logged = [row["loss"] for row in metrics(folder) if row["step"] == 6 and "loss" in row]
     assert logged == [pytest.approx(np.mean(losses), abs=1e-6)]
 
 
