@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import optax
 
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
@@ -49,6 +50,37 @@ def load_model(config: Config) -> Model:
         )
     filtering.check_vocabulary(config.sampling.filter, loaded.config.vocab_size)
     return Model(loaded, tokenizer, meshes.make_mesh(config.mesh))
+
+
+class Teacher(NamedTuple):
+    """The model that is distilled: its own weights, at their own places."""
+
+    score: steps.ScoreStep
+    params: Params
+
+
+def load_teacher(config: Config, model: Model) -> Teacher | None:
+    """Load the teacher where the estimator asks for one; `check` has looked at its folder.
+
+    It scores without top-k and top-p, at the sampler's temperature, as the reference policy does.
+    """
+    if not config.advantage.needs_teacher:
+        return None
+    loaded = hf.load_model(
+        str(config.teacher.path),
+        compute_dtype=config.teacher.compute_dtype or config.model.compute_dtype,
+    )
+    frozen = optax.identity()
+    places = states.placement(states.abstract(loaded.params, frozen), frozen, model.mesh)
+    score = steps.make_score_step(
+        loaded.policy,
+        config.sampling.filter,
+        unfiltered=True,
+        micro_batches=config.rollout.rows // _unit_rows(config, model),
+        chunk_size=config.rollout.head_chunk,
+        places=places,
+    )
+    return Teacher(score, jax.device_put(loaded.params, places.state.params))
 
 
 def on_policy(loss: LossConfig, updates_per_rollout: int) -> LossConfig:
@@ -96,8 +128,8 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
     """Refuse what would only fail in the middle of a run.
 
     Raises:
-      ConfigError: a prompt that does not fit the context with its completion, or no held-out
-        prompts to evaluate.
+      ConfigError: a prompt that does not fit the context with its completion, a teacher that
+        does not fit the policy, or no held-out prompts to evaluate.
       ValueError: a warm-up longer than the run, or rows that do not divide over the devices.
     """
     optimizer.build_schedule(
@@ -118,6 +150,28 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
             f"model's context of {model.loaded.config.max_length}; lower data.max_prompt_tokens "
             "or sampling.max_new_tokens"
         )
+    if config.teacher.path is not None:
+        _check_teacher(config.teacher.path, model, longest + new)
+
+
+def _check_teacher(path: str, model: Model, longest: int) -> None:
+    """Refuse a teacher that reads other token ids, or less than the policy writes."""
+    theirs, vocabulary = hf.hf_config.read_config(path), model.loaded.config.vocab_size
+    if theirs.vocab_size < vocabulary:
+        raise ConfigError(
+            f"teacher.path = {path!r} knows {theirs.vocab_size} token ids, and the policy writes "
+            f"{vocabulary}; use models that share one tokenizer"
+        )
+    if theirs.max_length < longest:
+        raise ConfigError(
+            f"teacher.path = {path!r} has a context of {theirs.max_length} tokens, and prompt and "
+            f"completion may have {longest}; lower data.max_prompt_tokens or "
+            "sampling.max_new_tokens"
+        )
+    try:
+        tokenizers.check_same_ids(model.tokenizer, path, "teacher.path")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _unit_rows(config: Config, model: Model) -> int:
@@ -171,6 +225,7 @@ def build_parts(
 ) -> loop.Parts:
     """Compile-ready steps and everything around them."""
     loss = on_policy(config.loss_fn, config.rollout.updates_per_rollout)
+    teacher = load_teacher(config, model)
     needs_reference = loss.kl_on or config.advantage.needs_reference
     needs_previous = (
         not loss.force_on_policy_ratio
@@ -215,6 +270,7 @@ def build_parts(
         ),
         score_previous=score(unfiltered=False) if needs_previous else None,
         score_reference=score(unfiltered=True) if needs_reference else None,
+        score_teacher=None if teacher is None else teacher.score,
         score_current=steps.make_full_score_step(
             policy,
             filter_config,
@@ -223,6 +279,7 @@ def build_parts(
             places=places,
         ),
         reference=_reference(model, places) if needs_reference else None,
+        teacher=None if teacher is None else teacher.params,
         place=lambda batch: rules.place(batch, places.mesh),
         dump=lambda path, batch, counts, current: dump.dump_step(
             path, batch, counts, current, loss, filtering_on=filter_config.active

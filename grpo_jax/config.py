@@ -47,11 +47,20 @@ class ModelSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherSection:
+    """The model that the estimator opd distils from; it reads the policy's token ids."""
+
+    path: str | None = None  # Hugging Face folder with the same tokenizer; null = no teacher
+    compute_dtype: Dtype | None = None  # of activations; null = model.compute_dtype
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Everything a run is decided by. `configs/base.yaml` lists every key with its default."""
 
     run: RunConfig = RunConfig()
     model: ModelSection = ModelSection()
+    teacher: TeacherSection = TeacherSection()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -275,16 +284,13 @@ def validate(config: Config) -> list[str]:
 def _check_estimator(config: Config) -> None:
     """Refuse estimators whose inputs a run does not make, and a KL that would get lost."""
     advantage, loss = config.advantage, config.loss_fn
-    for needed, what in (
-        (advantage.needs_values, "the values of a critic"),
-        (advantage.needs_teacher, "the log-probabilities of a teacher"),
-    ):
-        if needed:
-            raise ConfigError(
-                f"advantage.estimator = {advantage.estimator!r} needs {what}, which a run does not "
-                "make yet; use grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus or raw "
-                "(grpo_jax.core.advantages computes it from Python)"
-            )
+    if advantage.needs_values:
+        raise ConfigError(
+            f"advantage.estimator = {advantage.estimator!r} needs the values of a critic, which a "
+            "run does not make yet; use grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus, opd or "
+            "raw (grpo_jax.core.advantages computes it from Python)"
+        )
+    _check_teacher(config)
     if loss.use_kl_in_reward and not advantage.needs_reference:
         raise ConfigError(
             "loss_fn.use_kl_in_reward = true takes the KL out of the loss, and nothing puts it "
@@ -297,8 +303,41 @@ def _check_estimator(config: Config) -> None:
         )
 
 
+def _check_teacher(config: Config) -> None:
+    """Refuse distillation without a teacher, a teacher nobody asks, and rewards nobody reads."""
+    advantage, filters = config.advantage, config.filters
+    if not advantage.needs_teacher:
+        if config.teacher.path is not None:
+            raise ConfigError(
+                f"teacher.path = {config.teacher.path!r} is read by the estimator opd only, not by "
+                f"{advantage.estimator!r}; set advantage.estimator to opd, or teacher.path to null"
+            )
+        return
+    if config.teacher.path is None:
+        raise ConfigError(
+            f"advantage.estimator = {advantage.estimator!r} distils from a teacher, and "
+            "teacher.path names none; set it to a Hugging Face folder with the same tokenizer"
+        )
+    for on, key in (
+        (filters.use_dynamic_sampling, "filters.use_dynamic_sampling"),
+        (filters.drop_constant_groups, "filters.drop_constant_groups"),
+        (config.shaping.enabled, "shaping.enabled"),
+    ):
+        if on:
+            raise ConfigError(
+                f"{key} = true chooses or changes rows by their rewards, which the estimator "
+                f"{advantage.estimator!r} does not learn from; set it to false"
+            )
+
+
 def _warnings(config: Config) -> list[str]:
     found = []
+    if config.advantage.needs_teacher and config.loss_fn.kl_on:
+        found.append(
+            f"loss_fn.reference_policy_kl_penalty = {config.loss_fn.reference_policy_kl_penalty} "
+            "pulls towards the initial policy while the teacher pulls away from it; distillation "
+            "alone has 0 there"
+        )
     if config.sampling.filter.active and not config.loss_fn.use_importance_sampling_correction:
         found.append(
             "sampling.filter keeps only part of the vocabulary; tokens that fall outside the "

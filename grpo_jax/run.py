@@ -84,7 +84,8 @@ def _train(
     opt = optimizer.build_optimizer(
         config.optimizer, config.run.steps * config.rollout.updates_per_rollout
     )
-    weights = build.fingerprint(config.model.path)
+    frozen = [config.model.path] + [config.teacher.path] * (config.teacher.path is not None)
+    weights = "+".join(build.fingerprint(path) for path in frozen)
     state, places, restored = build.initial_state(
         model, opt, checkpointer if plan.action == "resume" else None
     )
@@ -93,9 +94,9 @@ def _train(
         start, notes = restored.step, restored.run["notes"]
         if notes["weights"] != weights:
             raise ConfigError(
-                f"model.path = {config.model.path!r} holds other weights than the run began with "
-                f"({weights} instead of {notes['weights']}), so its reference policy would change; "
-                "put the old ones back, or start another run"
+                f"{' or '.join(map(repr, frozen))} holds other weights than the run began with "
+                f"({weights} instead of {notes['weights']}), so its reference policy or teacher "
+                "would change; put the old ones back, or start another run"
             )
         stream.restore(restored.run["stream"])
         console.print(f"going on after step {start} of {config.run.steps}")

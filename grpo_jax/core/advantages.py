@@ -32,7 +32,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "gdpo")  # always compare completions of o
 class AdvantageConfig:
     """How advantages are made. Names and defaults follow the torch reference where it has them."""
 
-    # grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus or raw; gae and opd from Python only
+    # grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus, opd or raw; gae from Python only
     estimator: Estimator = "grpo"
     # grpo, gdpo
     normalize_rewards: bool = True  # divide by the standard deviation

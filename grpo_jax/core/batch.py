@@ -23,6 +23,7 @@ class Batch(flax.struct.PyTreeNode):
     prev_logprobs: jax.Array | None = None  # f32[B, T] nats, trainer at the start of the step
     reference_logprobs: jax.Array | None = None  # f32[B, T] nats, frozen reference, never filtered
     rewards: jax.Array | None = None  # f32[B, T] constant inside a sequence
+    teacher_logprobs: jax.Array | None = None  # f32[B, T] nats, never filtered; for the estimators
 
 
 class Counts(NamedTuple):

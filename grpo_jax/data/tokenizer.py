@@ -83,6 +83,30 @@ def load_tokenizer(config: TokenizerConfig, model_path: str | Path | None = None
     return HFTokenizer(path, config)
 
 
+def check_same_ids(tokenizer: Tokenizer, folder: str | Path, what: str) -> None:
+    """Refuse a model that was trained with other token ids than those of `tokenizer`.
+
+    Args:
+      tokenizer: whose ids the model will read.
+      folder: of the model; not looked at for the byte tokenizer, which has no files.
+      what: the key that names the folder, for the message.
+
+    Raises:
+      ValueError: the folder holds no tokenizer, or one that gives some token another id.
+    """
+    if not isinstance(tokenizer, HFTokenizer):
+        return
+    theirs = HFTokenizer(folder).vocabulary()
+    other = {token for token, i in tokenizer.vocabulary().items() if theirs.get(token) != i}
+    if other:
+        token = min(other)
+        raise ValueError(
+            f"{what} = {str(folder)!r} has another tokenizer: {len(other)} of its ids differ, e.g. "
+            f"{token!r} is {theirs.get(token)} there and {tokenizer.vocabulary()[token]} here; "
+            "use models that share one tokenizer"
+        )
+
+
 class HFTokenizer:
     """A Hugging Face tokenizer folder, read without the network and without torch."""
 
@@ -164,6 +188,10 @@ class HFTokenizer:
         ends = _message_ends(self, messages, whole)
         encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         return _cut(encoded.input_ids, [start for start, _ in encoded.offset_mapping], ends)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token, special ones included."""
+        return dict(self._tokenizer.get_vocab())
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files into a model folder."""

@@ -64,8 +64,10 @@ class Parts(NamedTuple):
     train_step: TrainStep
     score_previous: ScoreStep | None  # None where the current forward pass already says it
     score_reference: ScoreStep | None  # None without a KL penalty
+    score_teacher: ScoreStep | None  # None without distillation
     score_current: Callable[[Params, Batch], TokenScores]  # compiled only when a step is dumped
     reference: Params | None
+    teacher: Params | None
     place: Callable[[Batch], Batch]  # host arrays onto the mesh
     dump: Callable[[Path, Batch, Counts, TokenScores], Path]
     checkpointer: Checkpointer
@@ -184,15 +186,19 @@ def _collect(parts: Parts, params: Params, key: jax.Array) -> rollouts.Rollout:
 
 
 def _score(parts: Parts, params: Params, batch: Batch) -> Batch:
-    """Add previous and reference log-probabilities, each only where the loss reads it."""
+    """Add log-probabilities of previous policy, reference and teacher, each only where read."""
     if parts.score_previous is None and parts.score_reference is None:
-        return batch
+        return batch  # a teacher is never alone: its estimator reads the previous policy too
     placed = parts.place(batch)
     if parts.score_previous is not None:
         batch = batch.replace(prev_logprobs=jax.device_get(parts.score_previous(params, placed)))
     if parts.score_reference is not None:
         batch = batch.replace(
             reference_logprobs=jax.device_get(parts.score_reference(parts.reference, placed)),
+        )
+    if parts.score_teacher is not None:
+        batch = batch.replace(
+            teacher_logprobs=jax.device_get(parts.score_teacher(parts.teacher, placed)),
         )
     return batch
 

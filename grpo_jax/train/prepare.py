@@ -209,6 +209,7 @@ def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Pr
     spread = np.broadcast_to(clipped if clipped.ndim == 2 else clipped[:, None], mask.shape)
     rows = token_mask.shape[0]
     batch = batch.replace(
+        teacher_logprobs=None,  # the advantages hold what the loss needs of it
         advantages=_pad(np.where(token_mask[:n], spread, 0.0).astype(np.float32), rows),
         sample_weights=_pad(
             np.where(np.asarray(batch.segment_ids)[:n] > 0, weights[:, None], 0.0).astype(
@@ -243,6 +244,7 @@ def _inputs(
         components=weighed.rewards.components,
         policy_logprobs=rows(batch.prev_logprobs),
         reference_logprobs=rows(batch.reference_logprobs),
+        teacher_logprobs=rows(batch.teacher_logprobs),
     )
 
 

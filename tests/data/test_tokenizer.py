@@ -167,3 +167,18 @@ def test_both_tokenizers_offer_the_whole_interface(words):
     }
     for tokenizer in (words, ByteTokenizer()):
         assert not [name for name in names if not hasattr(tokenizer, name)]
+
+
+def test_models_with_other_token_ids_are_told_apart(words, tmp_path):
+    """The same tokens pass, more tokens pass, one token with another id does not."""
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder in (same, other):
+        folder.mkdir()
+    tokenizers.check_same_ids(words, make_folder(same, template=None), "teacher.path")
+    text = (make_folder(other) / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"hello": 9', '"hello": 10, "more": 9'))
+    with pytest.raises(ValueError, match=r"teacher.path = .*'hello' is 10 there and 9 here"):
+        tokenizers.check_same_ids(words, other, "teacher.path")
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        tokenizers.check_same_ids(words, tmp_path, "teacher.path")
+    tokenizers.check_same_ids(ByteTokenizer(), tmp_path, "teacher.path")

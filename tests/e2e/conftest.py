@@ -1,5 +1,6 @@
 """A tiny model folder, a config, and runs of the real command line in processes of their own."""
 
+import json
 import os
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def write_config(tmp_path):
         return path
 
     return write
+
+
+def changed(config: dict, **sections: dict) -> dict:
+    """A copy of a nested config with some keys of some sections replaced."""
+    merged = json.loads(json.dumps(config))
+    for name, values in sections.items():
+        merged[name] = merged.get(name, {}) | values
+    return merged
 
 
 def environment() -> dict[str, str]:

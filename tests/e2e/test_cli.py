@@ -8,8 +8,13 @@ import yaml
 
 from grpo_jax import cli
 from grpo_jax import config as configs
+from grpo_jax.models import hf, presets
+from tests.e2e.conftest import changed
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+OPD = {"advantage": {"estimator": "opd"}, "teacher": {"path": "some/folder"}}
 
 
 def refused(capsys, *arguments: object) -> str:
@@ -18,14 +23,6 @@ def refused(capsys, *arguments: object) -> str:
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     return captured.err
-
-
-def changed(config: dict, **sections: dict) -> dict:
-    """A copy of a nested config with some keys of some sections replaced."""
-    merged = json.loads(json.dumps(config))
-    for name, values in sections.items():
-        merged[name] = merged.get(name, {}) | values
-    return merged
 
 
 def test_no_command_prints_the_usage(capsys):
@@ -91,7 +88,11 @@ def test_overrides_win_over_the_file_and_print_back(capsys, write_config, base_c
         ({"rollout": {"micro_batch_size": 3}}, "micro_batch_size = 3 does not divide the 4 rows"),
         ({"loss_fn": {"force_on_policy_ratio": True}}, "no longer on-policy"),
         ({"advantage": {"estimator": "gae"}}, "needs the values of a critic"),
-        ({"advantage": {"estimator": "opd"}}, "needs the log-probabilities of a teacher"),
+        ({"advantage": {"estimator": "opd"}}, "teacher.path names none"),
+        ({"teacher": {"path": "x"}}, "teacher.path = 'x' is read by the estimator opd only"),
+        (OPD | {"filters": {"use_dynamic_sampling": True}}, "does not learn from"),
+        (OPD | {"filters": {"drop_constant_groups": True}}, "filters.drop_constant_groups = true"),
+        (OPD | {"shaping": {"enabled": True, "stop_properly_penalty_coef": 0.5}}, "shaping.enab"),
         ({"loss_fn": {"use_kl_in_reward": True}}, "nothing puts it into the reward"),
         ({"advantage": {"kl_in_reward": 0.1}}, "is read by reinforce_plus_plus only"),
         ({"sampling": {"filter": {"temperature": 0}}}, "nothing to learn from"),
@@ -136,6 +137,25 @@ def test_filters_and_minimum_lengths_warn_by_name(base_config):
     text = " ".join(configs.validate(config))
     assert "policy_support_excluded_tokens" in text
     assert "min_new_tokens" in text and "paid twice" in text
+    distilling = configs.from_dict(changed(base_config, **OPD))
+    assert "while the teacher pulls away" in " ".join(configs.validate(distilling))
+
+
+def test_a_teacher_that_does_not_fit_is_refused(capsys, write_config, base_config, tmp_path):
+    rows = {"micro_batch_size": 1, "updates_per_rollout": 1}  # eight, on the test's eight devices
+    config = changed(base_config, run={"dir": str(tmp_path / "run")}, rollout=rows, **OPD)
+    path = write_config(config)
+    assert "some/folder" in refused(capsys, "train", path)
+    for settings, message in (
+        (dict(vocab_size=260), "knows 260 token ids, and the policy writes 264"),
+        (dict(max_length=64), "has a context of 64 tokens"),
+    ):
+        folder = tmp_path / next(iter(settings))
+        folder.mkdir()
+        fields = hf.hf_config.config_to_fields(presets.preset("tiny", **settings))
+        (folder / "config.json").write_text(json.dumps(fields))
+        assert message in refused(capsys, "train", path, "--teacher.path", folder)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(
