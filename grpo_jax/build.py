@@ -29,7 +29,7 @@ from grpo_jax.train.state import TrainState
 class Model(NamedTuple):
     """A loaded model with its tokenizer and its place on the devices."""
 
-    loaded: hf.LoadedModel
+    loaded: hf.LoadedModel  # its weights are float32, and lie on the mesh already
     tokenizer: tokenizers.Tokenizer
     mesh: jax.sharding.Mesh
 
@@ -49,7 +49,10 @@ def load_model(config: Config) -> Model:
             f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
         )
     filtering.check_vocabulary(config.sampling.filter, loaded.config.vocab_size)
-    return Model(loaded, tokenizer, meshes.make_mesh(config.mesh))
+    mesh = meshes.make_mesh(config.mesh)
+    # Once for all who read them: the state copies them, the reference policy shares them.
+    places = rules.partition(loaded.params, mesh, say=lambda _: None)  # the state's rules will say
+    return Model(loaded._replace(params=jax.device_put(loaded.params, places)), tokenizer, mesh)
 
 
 class Teacher(NamedTuple):
@@ -278,7 +281,7 @@ def build_parts(
             chunk_size=chunk,
             places=places,
         ),
-        reference=_reference(model, places) if needs_reference else None,
+        reference=model.loaded.params if needs_reference else None,
         teacher=None if teacher is None else teacher.params,
         place=lambda batch: rules.place(batch, places.mesh),
         dump=lambda path, batch, counts, current: dump.dump_step(
@@ -287,7 +290,3 @@ def build_parts(
         checkpointer=checkpointer,
         reporter=reporter,
     )
-
-
-def _reference(model: Model, places: states.Placement) -> Params:
-    return jax.device_put(model.loaded.params, places.state.params)

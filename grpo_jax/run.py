@@ -4,7 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from grpo_jax.sampling.generate import STOP_REASONS
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import evaluate, folder, loop, optimizer, reporting, rollout
 from grpo_jax.train import state as states
+from grpo_jax.train.state import TrainState
 
 MAY_CHANGE = (
     "run.dir",
@@ -55,27 +56,42 @@ def train(config: Config, console: Console | None = None) -> int:
     console.print(plan.said)
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:  # its workers start while the model loads
-        model = build.load_model(config)
-        data = prompting.load_prompts(config.data, model.tokenizer)
-        stream = build.build_stream(config, data)
-        build.check(config, model, data)
-        scorer.wait_ready()
-        _describe(console, config, model, data)
-        folder.prepare(place, plan, configs.dump(config))  # what can be refused was refused above
-        return _train(config, console, model, data, stream, scorer, plan, begin)
+        ready = _set_up(config, console, scorer, plan)
+        console.print(f"set-up took {reporting.duration(time.perf_counter() - begin)}")
+        try:
+            outcome = loop.train(ready.parts, ready.state, config.run, ready.start, ready.notes)
+        except loop.NonFiniteError as error:
+            console.print("stopped:", str(error), markup=False)
+            return EXIT_NONFINITE
+        finally:
+            saved = ready.parts.checkpointer.close()  # first: nothing between a save and its end
+            ready.parts.reporter.close()
+        return _finish(config, console, ready.parts, outcome, saved, begin)
 
 
-def _train(
-    config: Config,
-    console: Console,
-    model: build.Model,
-    data: prompting.PromptSets,
-    stream: prompting.PromptStream[prompting.Prompt],
-    scorer: Scorer,
-    plan: folder.Plan,
-    begin: float,
-) -> int:
+class _Ready(NamedTuple):
+    """A run that may begin, or go on."""
+
+    parts: loop.Parts
+    state: TrainState
+    start: int  # steps finished
+    notes: dict[str, Any]
+
+
+def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan) -> _Ready:
+    """Load everything, refuse what does not fit, and only then touch the folder.
+
+    A function of its own, so that no frame holds the loaded weights while the run goes on: they
+    are in the state, and in the reference if there is one.
+    """
     place = Path(config.run.dir)
+    model = build.load_model(config)
+    data = prompting.load_prompts(config.data, model.tokenizer)
+    stream = build.build_stream(config, data)
+    build.check(config, model, data)
+    scorer.wait_ready()
+    _describe(console, config, model, data)
+    folder.prepare(place, plan, configs.dump(config))  # what can be refused was refused above
     checkpointer = checkpointing.Checkpointer(
         place / folder.CHECKPOINTS,
         config.checkpoint,
@@ -84,11 +100,11 @@ def _train(
     opt = optimizer.build_optimizer(
         config.optimizer, config.run.steps * config.rollout.updates_per_rollout
     )
-    frozen = [config.model.path] + [config.teacher.path] * (config.teacher.path is not None)
-    weights = "+".join(build.fingerprint(path) for path in frozen)
     state, places, restored = build.initial_state(
         model, opt, checkpointer if plan.action == "resume" else None
     )
+    frozen = [path for path in (config.model.path, config.teacher.path) if path is not None]
+    weights = "+".join(build.fingerprint(path) for path in frozen)
     start, notes = 0, {"first": {}, "last": {}, "nonfinite": 0, "weights": weights}
     if restored is not None:
         start, notes = restored.step, restored.run["notes"]
@@ -106,17 +122,7 @@ def _train(
     parts = build.build_parts(
         config, model, data, scorer, stream, opt, places, checkpointer, reporter
     )
-    del model  # its weights now live in the state, and in the reference if there is one
-    console.print(f"set-up took {reporting.duration(time.perf_counter() - begin)}")
-    try:
-        outcome = loop.train(parts, state, config.run, start, notes)
-    except loop.NonFiniteError as error:
-        console.print("stopped:", str(error), markup=False)
-        return EXIT_NONFINITE
-    finally:
-        saved = checkpointer.close()  # first: nothing may come between a save and its end
-        reporter.close()
-    return _finish(config, console, parts, outcome, saved, begin)
+    return _Ready(parts, state, start, notes)
 
 
 def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
