@@ -276,8 +276,8 @@ def build_parts(
         score_teacher=None if teacher is None else teacher.score,
         score_current=steps.make_full_score_step(
             policy,
+            loss,
             filter_config,
-            entropy=loss.entropy_bonus_on,
             chunk_size=chunk,
             places=places,
         ),

@@ -155,24 +155,13 @@ def make_score_step(
       `(params, batch) -> f32[B, T]` in nats; 0 where `token_mask` is False.
     """
     mesh = None if places is None else places.mesh
-    policy = _rows_stay(policy, mesh)
     kept = filter_config
     if unfiltered:
         kept = dataclasses.replace(filter_config, top_k=None, top_p=1.0, min_p=0.0)
+    scores_of = _scorer(policy, kept, chunk_size, mesh)
 
     def score_one(params: Params, batch: Batch) -> jax.Array:
-        scores = logprobs.token_scores(
-            policy,
-            params,
-            batch.tokens,
-            batch.positions,
-            batch.segment_ids,
-            filter=kept,
-            chunk_size=chunk_size,
-            mask=batch.token_mask,
-            lanes=_lanes(mesh),
-        )
-        return scores.logprobs
+        return scores_of(params, batch).logprobs
 
     def score(params: Params, batch: Batch) -> jax.Array:
         rules.check_rows(batch.tokens.shape[0], mesh, micro_batches)
@@ -189,6 +178,7 @@ def make_score_step(
 
 def make_full_score_step(
     policy: Policy,
+    loss_config: LossConfig,
     filter_config: FilterConfig,
     *,
     entropy: bool = False,
@@ -198,9 +188,32 @@ def make_full_score_step(
     """Compile all that the loss is given of one forward pass; for dumps, so no micro-batches.
 
     Returns:
-      `(params, batch) -> TokenScores` with what the train step asks for under the same filters.
+      `(params, batch) -> TokenScores` with exactly what the train step of these configs asks for.
     """
     mesh = None if places is None else places.mesh
+    wanted = _loss_reads(loss_config, filter_config, entropy)
+    return jax.jit(_scorer(policy, filter_config, chunk_size, mesh, **wanted))
+
+
+def _loss_reads(
+    loss_config: LossConfig, filter_config: FilterConfig, entropy: bool
+) -> dict[str, bool]:
+    """What the loss and its metrics read of a forward pass besides the log-probabilities."""
+    return {
+        "unfiltered": filter_config.active and loss_config.kl_on,
+        "entropy": entropy or loss_config.entropy_bonus_on,
+        "kept_mass": filter_config.active and loss_config.metrics_level == "full",
+    }
+
+
+def _scorer(
+    policy: Policy,
+    filter_config: FilterConfig,
+    chunk_size: int | None,
+    mesh: jax.sharding.Mesh | None,
+    **wanted: bool,
+) -> Callable[[Params, Batch], TokenScores]:
+    """Build (params, batch) -> scores of the trained tokens; `wanted`: what beside the log p."""
     policy = _rows_stay(policy, mesh)
 
     def score(params: Params, batch: Batch) -> TokenScores:
@@ -211,15 +224,13 @@ def make_full_score_step(
             batch.positions,
             batch.segment_ids,
             filter=filter_config,
-            unfiltered=filter_config.active,
-            entropy=entropy,
-            kept_mass=filter_config.active,
             chunk_size=chunk_size,
             mask=batch.token_mask,
             lanes=_lanes(mesh),
+            **wanted,
         )
 
-    return jax.jit(score)
+    return score
 
 
 def _rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
@@ -273,25 +284,13 @@ def _gradient(
 ) -> GradientStep:
     """Build (params, batch, counts) -> (loss, gradient, finished metrics), micro-batches summed."""
     mesh = None if places is None else places.mesh
-    policy = _rows_stay(policy, mesh)
+    wanted = _loss_reads(loss_config, filter_config, entropy)
+    scores_of = _scorer(policy, filter_config, chunk_size, mesh, **wanted)
     # Two parts of this loss divide by different survivors, so these are counted beforehand.
     survivors_first = loss_config.truncated_is_normalization == "survivors" and loss_config.kl_on
 
     def loss_of(params: Params, batch: Batch, counts: Counts) -> tuple[jax.Array, Metrics]:
-        scores = logprobs.token_scores(
-            policy,
-            params,
-            batch.tokens,
-            batch.positions,
-            batch.segment_ids,
-            filter=filter_config,
-            unfiltered=filter_config.active and loss_config.kl_on,
-            entropy=entropy or loss_config.entropy_bonus_on,
-            kept_mass=filter_config.active and loss_config.metrics_level == "full",
-            chunk_size=chunk_size,
-            mask=batch.token_mask,
-            lanes=_lanes(mesh),
-        )
+        scores = scores_of(params, batch)
         return losses.clipped_pg_loss(
             scores,
             batch,
