@@ -11,15 +11,16 @@ import optax
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
 from grpo_jax.core.loss_config import LossConfig
-from grpo_jax.core.policy import Params
+from grpo_jax.core.policy import Params, Policy
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
-from grpo_jax.models import hf
+from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import rules
 from grpo_jax.train import checkpoint as checkpointing
+from grpo_jax.train import critic as critics
 from grpo_jax.train import dump, loop, optimizer, prepare, reporting
 from grpo_jax.train import state as states
 from grpo_jax.train import step as steps
@@ -135,9 +136,10 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
         does not fit the policy, or no held-out prompts to evaluate.
       ValueError: a warm-up longer than the run, or rows that do not divide over the devices.
     """
-    optimizer.build_schedule(
-        config.optimizer, config.run.steps * config.rollout.updates_per_rollout
-    )
+    updates = config.run.steps * config.rollout.updates_per_rollout
+    optimizer.build_schedule(config.optimizer, updates)
+    if config.advantage.needs_values:
+        optimizer.build_schedule(config.critic.optimizer, updates * config.critic.epochs)
     _unit_rows(config, model)
     evaluates = config.evaluate.at_start or config.evaluate.at_end or config.evaluate.every
     if evaluates and not data.held_out:
@@ -202,17 +204,54 @@ def build_stream(
     )
 
 
+class Critic(NamedTuple):
+    """What a critic begins with, and where it lives."""
+
+    trunk: Policy
+    params: Params  # at their places already
+    optimizer: optimizer.Optimizer
+    shapes: TrainState
+    places: states.Placement
+
+
+def build_critic(config: Config, model: Model) -> Critic | None:
+    """The policy's trunk, without a head of its own, and a value head; where gae asks for one."""
+    if not config.advantage.needs_values:
+        return None
+    settings = config.critic
+    # A trunk has no use for an untied head: [V, D] with two moments that nobody would ever read.
+    shape = dataclasses.replace(model.loaded.config, tie_embeddings=True)
+    trunk = {name: part for name, part in model.loaded.params.items() if name != "head"}
+    params = critics.init_params(trunk, shape.hidden_size)
+    updates = config.run.steps * config.rollout.updates_per_rollout * settings.epochs
+    opt = optimizer.build_optimizer(settings.optimizer, updates)
+    shapes = states.abstract(params, opt.transform)
+    places = states.placement(shapes, opt.transform, model.mesh, say=lambda _: None)
+    return Critic(transformer.policy_for(shape), params, opt, shapes, places)
+
+
 def initial_state(
-    model: Model, opt: optimizer.Optimizer, checkpointer: checkpointing.Checkpointer | None
+    model: Model,
+    opt: optimizer.Optimizer,
+    critic: Critic | None,
+    checkpointer: checkpointing.Checkpointer | None,
 ) -> tuple[TrainState, states.Placement, checkpointing.Restored | None]:
-    """The state to begin with, its shardings, and what was restored, if anything was."""
+    """The state to begin with, the policy's shardings, and what was restored, if anything was."""
     shapes = states.abstract(model.loaded.params, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh)
     if checkpointer is not None:
-        restored = checkpointer.restore(states.targets(shapes, places))
+        target = states.targets(shapes, places)
+        if critic is not None:
+            beside = states.targets(critic.shapes, critic.places)
+            target = dataclasses.replace(target, critic=beside)
+        restored = checkpointer.restore(target)
         if restored is not None:
             return restored.state, places, restored
-    return states.create(model.loaded.params, opt.transform, places), places, None
+    state = states.create(model.loaded.params, opt.transform, places)
+    if critic is not None:
+        beside = states.create(critic.params, critic.optimizer.transform, critic.places)
+        state = dataclasses.replace(state, critic=beside)
+    return state, places, None
 
 
 def build_parts(
@@ -223,6 +262,7 @@ def build_parts(
     stream: prompting.PromptStream[prompting.Prompt],
     opt: optimizer.Optimizer,
     places: states.Placement,
+    critic: Critic | None,
     checkpointer: checkpointing.Checkpointer,
     reporter: reporting.Reporter,
 ) -> loop.Parts:
@@ -283,10 +323,30 @@ def build_parts(
         ),
         reference=model.loaded.params if needs_reference else None,
         teacher=None if teacher is None else teacher.params,
+        critic=None if critic is None else _critic_steps(config, critic, unit),
         place=lambda batch: rules.place(batch, places.mesh),
         dump=lambda path, batch, counts, current: dump.dump_step(
             path, batch, counts, current, loss, filtering_on=filter_config.active
         ),
         checkpointer=checkpointer,
         reporter=reporter,
+    )
+
+
+def _critic_steps(config: Config, critic: Critic, unit: int) -> critics.Critic:
+    """Compile-ready steps of a critic, cut into micro-batches as the policy's are."""
+    rows = config.rollout.rows
+    return critics.Critic(
+        score=critics.make_value_step(
+            critic.trunk, micro_batches=rows // unit, places=critic.places
+        ),
+        step=critics.make_critic_step(
+            critic.trunk,
+            critic.optimizer,
+            config.critic.value_loss,
+            micro_batches=rows // config.rollout.updates_per_rollout // unit,
+            places=critic.places,
+        ),
+        warmup_steps=config.critic.warmup_steps,
+        epochs=config.critic.epochs,
     )

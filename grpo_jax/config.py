@@ -25,6 +25,7 @@ from grpo_jax.sampling.engine import EngineConfig
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale.mesh import MeshConfig
 from grpo_jax.train.checkpoint import CheckpointConfig
+from grpo_jax.train.critic import CriticConfig
 from grpo_jax.train.evaluate import EvaluateConfig
 from grpo_jax.train.filters import FiltersConfig
 from grpo_jax.train.loop import RunConfig
@@ -70,6 +71,7 @@ class Config:
     shaping: ShapingConfig = ShapingConfig()
     filters: FiltersConfig = FiltersConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
     loss_fn: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -142,7 +144,7 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not match:  # the right word in the wrong section
         tail = name.rsplit(".", 1)[-1]
-        match = [k for k in known if k.rsplit(".", 1)[-1] == tail][:1]
+        match = sorted((k for k in known if k.rsplit(".", 1)[-1] == tail), key=len)[:1]
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
@@ -277,6 +279,12 @@ def validate(config: Config) -> list[str]:
             "sampling.filter.temperature = 0 (greedy) gives every completion of a group the same "
             "text, and nothing to learn from; use a temperature above 0 (evaluation has its own)"
         )
+    for key in ("drop_constant_groups", "use_dynamic_sampling"):
+        if rollout.completions_per_prompt == 1 and getattr(config.filters, key):
+            raise ConfigError(
+                f"filters.{key} = true with rollout.completions_per_prompt = 1: one completion is "
+                "always a constant group, so nothing would be left; set it to false"
+            )
     _check_estimator(config)
     return _warnings(config)
 
@@ -284,22 +292,18 @@ def validate(config: Config) -> list[str]:
 def _check_estimator(config: Config) -> None:
     """Refuse estimators whose inputs a run does not make, and a KL that would get lost."""
     advantage, loss = config.advantage, config.loss_fn
-    if advantage.needs_values:
-        raise ConfigError(
-            f"advantage.estimator = {advantage.estimator!r} needs the values of a critic, which a "
-            "run does not make yet; use grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus, opd or "
-            "raw (grpo_jax.core.advantages computes it from Python)"
-        )
     _check_teacher(config)
+    _check_critic(config)
     if loss.use_kl_in_reward and not advantage.needs_reference:
         raise ConfigError(
             "loss_fn.use_kl_in_reward = true takes the KL out of the loss, and nothing puts it "
-            "into the reward; set advantage.kl_in_reward and the estimator reinforce_plus_plus"
+            "into the reward; set advantage.kl_in_reward and the estimator reinforce_plus_plus or "
+            "gae"
         )
     if advantage.kl_in_reward > 0 and not advantage.needs_reference:
         raise ConfigError(
-            f"advantage.kl_in_reward = {advantage.kl_in_reward} is read by reinforce_plus_plus "
-            f"only, not by {advantage.estimator!r}; set it to 0, or change the estimator"
+            f"advantage.kl_in_reward = {advantage.kl_in_reward} is read by reinforce_plus_plus and "
+            f"gae only, not by {advantage.estimator!r}; set it to 0, or change the estimator"
         )
 
 
@@ -330,8 +334,45 @@ def _check_teacher(config: Config) -> None:
             )
 
 
+def _check_critic(config: Config) -> None:
+    """Refuse a critic nobody asks, and one that is never followed by a policy."""
+    if not config.advantage.needs_values:
+        for key, (value, _) in differences(Config(critic=config.critic), Config()).items():
+            raise ConfigError(
+                f"{key} = {value!r} is read by the estimator gae only, not by "
+                f"{config.advantage.estimator!r}; leave it out, or set advantage.estimator to gae"
+            )
+    elif config.critic.warmup_steps >= config.run.steps:
+        raise ConfigError(
+            f"critic.warmup_steps = {config.critic.warmup_steps} leaves none of run.steps = "
+            f"{config.run.steps} to the policy; lower it, or raise run.steps"
+        )
+
+
+def _critic_warnings(config: Config) -> list[str]:
+    """What makes the values of a critic wrong in silence."""
+    critic, filters, found = config.critic, config.filters, []
+    if critic.warmup_steps == 0:
+        found.append(
+            "critic.warmup_steps = 0: the critic begins with values of 0, and the policy trains on "
+            "its first errors; some steps of warm-up train the critic alone"
+        )
+    if critic.value_loss.cliprange and config.rollout.updates_per_rollout * critic.epochs == 1:
+        found.append(
+            f"critic.value_loss.cliprange = {critic.value_loss.cliprange} clips nothing: with one "
+            "update a rollout no value has moved yet; raise critic.epochs"
+        )
+    for key in ("drop_constant_groups", "use_dynamic_sampling"):
+        if getattr(filters, key):
+            found.append(
+                f"filters.{key} = true shows the critic only prompts with unequal rewards, so its "
+                "values are wrong for all others"
+            )
+    return found
+
+
 def _warnings(config: Config) -> list[str]:
-    found = []
+    found = _critic_warnings(config) if config.advantage.needs_values else []
     if config.advantage.needs_teacher and config.loss_fn.kl_on:
         found.append(
             f"loss_fn.reference_policy_kl_penalty = {config.loss_fn.reference_policy_kl_penalty} "

@@ -100,8 +100,9 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
     opt = optimizer.build_optimizer(
         config.optimizer, config.run.steps * config.rollout.updates_per_rollout
     )
+    critic = build.build_critic(config, model)
     state, places, restored = build.initial_state(
-        model, opt, checkpointer if plan.action == "resume" else None
+        model, opt, critic, checkpointer if plan.action == "resume" else None
     )
     frozen = [path for path in (config.model.path, config.teacher.path) if path is not None]
     weights = "+".join(build.fingerprint(path) for path in frozen)
@@ -120,7 +121,7 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
         place, config.report, config.run.steps, start_step=start, console=console
     )
     parts = build.build_parts(
-        config, model, data, scorer, stream, opt, places, checkpointer, reporter
+        config, model, data, scorer, stream, opt, places, critic, checkpointer, reporter
     )
     return _Ready(parts, state, start, notes)
 
@@ -135,8 +136,10 @@ def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     except ConfigError as error:
         return {folder.CONFIG: (f"unreadable: {error}", "this version's keys")}
     # Schedules that stretch over the run bend when its length changes.
-    stretches = config.optimizer.schedule != "constant" or config.optimizer.warmup_fraction > 0
-    fixed = stretches and config.optimizer.total_steps is None
+    fixed = any(
+        (opt.schedule != "constant" or opt.warmup_fraction > 0) and opt.total_steps is None
+        for opt in (config.optimizer, config.critic.optimizer)
+    )
     return configs.differences(before, config, MAY_CHANGE + (() if fixed else ("run.steps",)))
 
 

@@ -9,6 +9,7 @@ from grpo_jax import config as configs
 from grpo_jax.core import logprobs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.models import hf, presets, transformer
+from grpo_jax.scale import rules
 from tests.train.test_step import make_batch
 
 
@@ -70,3 +71,27 @@ def test_a_teacher_lives_in_shards_and_scores_without_the_filter(folders):
 def test_without_distillation_no_teacher_is_loaded(folders):
     config = make_config(folders)
     assert build.load_teacher(config, build.load_model(config)) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_is_the_policys_trunk_and_nothing_it_does_not_use(tmp_path, tied):
+    """No second head where the policy has one of its own; shards as the policy's; values of 0."""
+    shape = presets.preset("tiny", num_layers=1, hidden_size=32, tie_embeddings=tied)
+    hf.save_model(tmp_path / "m", shape, transformer.init_params(shape, jax.random.key(0)))
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    config = make_config({"student": tmp_path / "m"}, advantage={"estimator": "gae"}, mesh=mesh)
+    model = build.load_model(config)
+    critic = build.build_critic(config, model)
+    assert ("head" in model.loaded.params) == (not tied)
+    assert set(critic.params["trunk"]) == {"embed", "layers", "norm"}
+    places = critic.places.state.params
+    policy = rules.partition(model.loaded.params, model.mesh)
+    for name in critic.params["trunk"]:
+        assert places["trunk"][name] == policy[name]
+    assert places["value_head"]["kernel"].is_fully_replicated
+    batch = make_batch(rows=8, vocabulary=260)
+    arrays = (batch.tokens, batch.positions, batch.segment_ids)
+    hidden = model.loaded.policy.hidden(model.loaded.params, *arrays)
+    same = critic.trunk.hidden(critic.params["trunk"], *arrays)
+    np.testing.assert_array_equal(hidden, same)
+    assert build.build_critic(make_config({"student": tmp_path / "m"}), model) is None

@@ -17,11 +17,16 @@ class _BegunError(Exception):
     """Ends a run where its first step would begin."""
 
 
-@pytest.mark.parametrize(("beta", "copies"), [(0.0, 3), (0.01, 4)])
+@pytest.mark.parametrize(
+    ("estimator", "beta", "copies"), [("grpo", 0.0, 3), ("grpo", 0.01, 4), ("gae", 0.0, 6)]
+)
 def test_a_run_holds_weights_moments_and_a_reference_only_if_read(
-    tmp_path, monkeypatch, beta, copies
+    tmp_path, monkeypatch, estimator, beta, copies
 ):
-    """Parameters and two moments; one more set for the KL. What was loaded is not kept besides."""
+    """Parameters and two moments, for policy and critic each; one more set for the KL.
+
+    What was loaded is not kept besides.
+    """
     shape = presets.preset("tiny", num_layers=1, hidden_size=WIDTH, intermediate_size=16)
     hf.save_model(tmp_path / "model", shape, transformer.init_params(shape, jax.random.key(0)))
     config = configs.from_dict(
@@ -33,6 +38,7 @@ def test_a_run_holds_weights_moments_and_a_reference_only_if_read(
             "rollout": {"micro_batch_size": 1},
             "sampling": {"max_new_tokens": 8},
             "reward": {"workers": 0},
+            "advantage": {"estimator": estimator},
             "loss_fn": {"reference_policy_kl_penalty": beta},
             "report": {"picture_every": 0},
         }

@@ -32,7 +32,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "gdpo")  # always compare completions of o
 class AdvantageConfig:
     """How advantages are made. Names and defaults follow the torch reference where it has them."""
 
-    # grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus, opd or raw; gae from Python only
+    # grpo, dr_grpo, rloo, gdpo, reinforce_plus_plus, gae (with a critic), opd (with a teacher), raw
     estimator: Estimator = "grpo"
     # grpo, gdpo
     normalize_rewards: bool = True  # divide by the standard deviation
@@ -285,7 +285,8 @@ def _gae(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
     advantages, returns = traces(for_policy), traces(for_value) + values
     if config.normalize_advantages:
         advantages = estimators_token.whiten_unbiased(advantages, mask, all_sum)
-    return AdvantageOutput(np.where(mask != 0, advantages, 0), {}, returns=returns)
+    metrics = estimators_token.value_fit(values, returns, mask, all_sum)
+    return AdvantageOutput(np.where(mask != 0, advantages, 0), metrics, returns=returns)
 
 
 def _opd(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:

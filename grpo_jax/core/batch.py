@@ -23,6 +23,8 @@ class Batch(flax.struct.PyTreeNode):
     prev_logprobs: jax.Array | None = None  # f32[B, T] nats, trainer at the start of the step
     reference_logprobs: jax.Array | None = None  # f32[B, T] nats, frozen reference, never filtered
     rewards: jax.Array | None = None  # f32[B, T] constant inside a sequence
+    values: jax.Array | None = None  # f32[B, T] critic at the start of the step, before each token
+    returns: jax.Array | None = None  # f32[B, T] what the critic is to learn
     teacher_logprobs: jax.Array | None = None  # f32[B, T] nats, never filtered; for the estimators
 
 

@@ -116,6 +116,24 @@ def discounted_traces(
     return np.ascontiguousarray(traces.T)
 
 
+def value_fit(
+    values: np.ndarray, returns: np.ndarray, mask: np.ndarray, all_sum: AllSum
+) -> dict[str, float]:
+    """How well values foretold the returns, over the mask; zeros where it is empty.
+
+    explained_var = 1 − Var(R − V) / max(Var(R), 1e-8): 1 is perfect, 0 no better than a constant.
+    """
+    returns, values = (np.where(mask != 0, x, 0) for x in (returns, values))
+    returns_mean, returns_var, _ = _moments(returns, mask, all_sum, 0.0)
+    _, residual_var, count = _moments(returns - values, mask, all_sum, 0.0)
+    explained = 1 - residual_var / max(returns_var, VARIANCE_FLOOR) if count > 0 else 0.0
+    return {
+        "critic/explained_var": explained,
+        "critic/returns_mean": returns_mean,
+        "critic/values_mean": _moments(values, mask, all_sum, 0.0)[0],
+    }
+
+
 def length_adaptive_decay(mask: np.ndarray, alpha: float) -> np.ndarray:
     """f64[N]: λ = clip(1 − 1 / max(α · n, 1), 0, 1) for a row of n trained tokens."""
     counts = (mask != 0).sum(axis=1)

@@ -95,12 +95,12 @@ def token_scores(
     chex.assert_equal_shape([tokens, positions, segment_ids])
     filtering.check_trainable(filter)
     spec = _Spec(policy.unembed, policy.row_wise_head, filter, unfiltered, entropy, kept_mass)
-    scored = _has_predecessor(segment_ids)
+    scored = has_predecessor(segment_ids)
     if mask is not None:
         chex.assert_equal_shape([tokens, mask])
         scored = scored & (mask != 0)
     hidden = policy.hidden(params, tokens, positions, segment_ids)
-    hidden = _previous(hidden)  # entry t: what came before token t
+    hidden = previous(hidden)  # entry t: what came before token t
     hidden = jnp.where(scored.reshape(*scored.shape, *[1] * (hidden.ndim - 2)), hidden, 0)
     targets = jnp.where(scored, tokens, 0)
     head = policy.head(params)
@@ -112,13 +112,13 @@ def token_scores(
     return jax.tree.map(lambda x: jnp.where(scored, x, 0), scores)
 
 
-def _has_predecessor(segment_ids: jax.Array) -> jax.Array:
-    """Mark tokens whose left neighbour belongs to the same segment, bool[B, T]."""
+def has_predecessor(segment_ids: jax.Array) -> jax.Array:
+    """Mark tokens whose left neighbour belongs to the same segment, bool[B, T]; no padding."""
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
     return (segment_ids != 0) & (segment_ids == before)
 
 
-def _previous(x: jax.Array) -> jax.Array:
+def previous(x: jax.Array) -> jax.Array:
     """Shift [B, T, ...] by one: entry t holds entry t - 1, entry 0 holds zeros."""
     return jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))[:, :-1]
 

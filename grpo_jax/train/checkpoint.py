@@ -2,9 +2,10 @@
 
 A checkpoint of step `s` is a folder of two items, written under a temporary name and renamed when
 complete: `state` (every array of the train state, bit for bit) and `run` (one JSON object: data
-position, seeds, whatever the loop hands over). An older checkpoint is deleted only after a newer
-one is complete. A checkpoint that cannot be read back is set aside under `damaged_<step>`, and the
-one before it is used.
+position, seeds, whatever the loop hands over). A run with a critic has a third item, `critic`, its
+train state: whoever wants the policy alone need not read it. An older checkpoint is deleted only
+after a newer one is complete. A checkpoint that cannot be read back is set aside under
+`damaged_<step>`, and the one before it is used.
 """
 
 import contextlib
@@ -168,10 +169,10 @@ class Checkpointer:
         self._scores[step] = self._score(record["metrics"])
         if self.config.background:
             state = jax.tree.map(_detached, state)
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
-            run=ocp.args.JsonSave(record),  # pyright: ignore[reportCallIssue]
-        )
+        items: dict[str, Any] = {"run": ocp.args.JsonSave(record)}  # pyright: ignore[reportCallIssue]
+        for name, part in _parts(state).items():
+            items[name] = ocp.args.StandardSave(part)  # pyright: ignore[reportCallIssue]
+        arguments = ocp.args.Composite(**items)
         self._saving = step
         try:
             self._manager.save(step, args=arguments, force=True)
@@ -213,7 +214,8 @@ class Checkpointer:
         """Read the newest checkpoint that is sound.
 
         Args:
-          target: shapes, dtypes and shardings to restore onto (`state.targets`), or a state.
+          target: shapes, dtypes and shardings to restore onto (`state.targets`), or a state; one
+            without a critic leaves the checkpoint's critic unread.
           step: this checkpoint and no other.
 
         Returns:
@@ -256,9 +258,12 @@ class Checkpointer:
         return record
 
     def _read_state(self, step: int, target: TrainState) -> TrainState:
-        shapes = jax.tree.map(_target, target)
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))  # pyright: ignore[reportCallIssue]
-        state = self._manager.restore(step, args=arguments)["state"]
+        shapes = _parts(jax.tree.map(_target, target))
+        items = {name: ocp.args.StandardRestore(part) for name, part in shapes.items()}  # pyright: ignore[reportCallIssue]
+        read = self._manager.restore(step, args=ocp.args.Composite(**items))
+        state = dataclasses.replace(
+            read["state"], critic=read["critic"] if "critic" in items else None
+        )
         return jax.block_until_ready(state)
 
     def _set_aside(self, damaged: Sequence[tuple[int, str]], used: int) -> None:
@@ -334,9 +339,17 @@ def _layout(state: TrainState) -> dict[str, list[Any]]:
     return {rules.path_name(path): [list(x.shape), np.dtype(x.dtype).name] for path, x in leaves}
 
 
+def _parts(state: TrainState) -> dict[str, TrainState]:
+    """The items that a state is saved as."""
+    policy = dataclasses.replace(state, critic=None)
+    return {"state": policy} if state.critic is None else {"state": policy, "critic": state.critic}
+
+
 def _check_layout(saved: Mapping[str, Any], target: TrainState, where: Path) -> None:
     """Refuse a checkpoint of something else, naming the first difference."""
     wanted = _layout(target)
+    if target.critic is None:  # whoever wants the policy alone may have it
+        saved = {name: entry for name, entry in saved.items() if not name.startswith("critic/")}
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             raise ValueError(

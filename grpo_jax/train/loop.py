@@ -20,6 +20,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
 from grpo_jax.train import prepare, reporting
 from grpo_jax.train import rollout as rollouts
@@ -68,6 +69,7 @@ class Parts(NamedTuple):
     score_current: Callable[[Params, Batch], TokenScores]  # compiled only when a step is dumped
     reference: Params | None
     teacher: Params | None
+    critic: critics.Critic | None  # None without values
     place: Callable[[Batch], Batch]  # host arrays onto the mesh
     dump: Callable[[Path, Batch, Counts, TokenScores], Path]
     checkpointer: Checkpointer
@@ -151,7 +153,7 @@ def _step(
     parts.reporter.phase("scoring")
     mark = time.perf_counter()
     weighed = prepare.weigh(rollout, parts.rules)
-    batch = _score(parts, state.params, prepare.collate(rollout, weighed, parts.rollout))
+    batch = _score(parts, state, prepare.collate(rollout, weighed, parts.rollout))
     prepared = prepare.finish(rollout, weighed, batch, parts.rules)
     scored = time.perf_counter()
     parts.reporter.phase("updating")
@@ -185,28 +187,39 @@ def _collect(parts: Parts, params: Params, key: jax.Array) -> rollouts.Rollout:
     )
 
 
-def _score(parts: Parts, params: Params, batch: Batch) -> Batch:
-    """Add log-probabilities of previous policy, reference and teacher, each only where read."""
-    if parts.score_previous is None and parts.score_reference is None:
-        return batch  # a teacher is never alone: its estimator reads the previous policy too
+def _score(parts: Parts, state: TrainState, batch: Batch) -> Batch:
+    """Add log-probabilities and values of everyone that somebody reads, and of nobody else."""
+    passes = {
+        "prev_logprobs": (parts.score_previous, state.params),
+        "reference_logprobs": (parts.score_reference, parts.reference),
+        "teacher_logprobs": (parts.score_teacher, parts.teacher),
+    }
+    if parts.critic is not None and state.critic is not None:
+        passes["values"] = (parts.critic.score, state.critic.params)
+    wanted = {name: (score, params) for name, (score, params) in passes.items() if score}
+    if not wanted:
+        return batch
     placed = parts.place(batch)
-    if parts.score_previous is not None:
-        batch = batch.replace(prev_logprobs=jax.device_get(parts.score_previous(params, placed)))
-    if parts.score_reference is not None:
-        batch = batch.replace(
-            reference_logprobs=jax.device_get(parts.score_reference(parts.reference, placed)),
-        )
-    if parts.score_teacher is not None:
-        batch = batch.replace(
-            teacher_logprobs=jax.device_get(parts.score_teacher(parts.teacher, placed)),
-        )
-    return batch
+    scored = {n: jax.device_get(score(params, placed)) for n, (score, params) in wanted.items()}
+    return batch.replace(**scored)
 
 
 def _update(
     parts: Parts, state: TrainState, config: RunConfig, batch: Batch, step: int
 ) -> tuple[TrainState, dict[str, float]]:
-    """Run the optimizer updates of one rollout; metrics are those of `prepare.merge_updates`."""
+    """Run the optimizer updates of one rollout, the critic's first.
+
+    Metrics are those of `prepare.merge_updates`. While the critic warms up there are none of the
+    policy, which stays as it is.
+    """
+    found: dict[str, float] = {}
+    critic, state = state.critic, dataclasses.replace(state, critic=None)
+    if parts.critic is not None and critic is not None:
+        critic, found = _update_critic(parts, parts.critic, critic, batch, step)
+        if step <= parts.critic.warmup_steps:
+            names = ("update_applied", "skipped_empty", "skipped_nonfinite")
+            return dataclasses.replace(state, critic=critic), found | dict.fromkeys(names, 0.0)
+        batch = batch.replace(values=None, returns=None)  # the policy's loss does not read them
     results = []
     for i, (part, counts) in enumerate(
         prepare.split_updates(batch, parts.rollout.updates_per_rollout)
@@ -228,7 +241,24 @@ def _update(
                     f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
                     f"no update was applied; the inputs are in {path}"
                 )
-    return state, prepare.merge_updates(results)
+    return dataclasses.replace(state, critic=critic), found | prepare.merge_updates(results)
+
+
+def _update_critic(
+    parts: Parts, critic: critics.Critic, state: TrainState, batch: Batch, step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """Run the critic's updates: all parts of the rollout, as many times as it has epochs."""
+    results = []
+    for _ in range(critic.epochs):
+        for part, counts in prepare.split_updates(batch, parts.rollout.updates_per_rollout):
+            state, metrics = critic.step(state, parts.place(part), counts)
+            results.append({name: float(x) for name, x in jax.device_get(metrics).items()})
+            if results[-1]["skipped_nonfinite"] > 0:
+                parts.reporter.say(
+                    f"step {step}: critic's loss {results[-1]['loss']}, gradient norm "
+                    f"{results[-1]['grad_norm']}: no update was applied to it"
+                )
+    return state, critics.report(prepare.merge_updates(results))
 
 
 def _watch(
@@ -241,7 +271,8 @@ def _watch(
             f"{metrics['skipped_empty']:.0f} of {parts.rollout.updates_per_rollout} update(s); "
             f"{metrics['update_applied']:.0f} applied"
         )
-    notes["nonfinite"] = notes["nonfinite"] + 1 if metrics["skipped_nonfinite"] > 0 else 0
+    bad = metrics["skipped_nonfinite"] > 0 or metrics.get("critic/skipped_nonfinite", 0) > 0
+    notes["nonfinite"] = notes["nonfinite"] + 1 if bad else 0
     if notes["nonfinite"] >= config.max_nonfinite:
         raise NonFiniteError(
             f"{notes['nonfinite']} steps in a row had a non-finite loss or gradient, the last one "

@@ -210,6 +210,9 @@ def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Pr
     rows = token_mask.shape[0]
     batch = batch.replace(
         teacher_logprobs=None,  # the advantages hold what the loss needs of it
+        returns=None
+        if output.returns is None
+        else _pad(np.where(mask != 0, output.returns, 0.0).astype(np.float32), rows),
         advantages=_pad(np.where(token_mask[:n], spread, 0.0).astype(np.float32), rows),
         sample_weights=_pad(
             np.where(np.asarray(batch.segment_ids)[:n] > 0, weights[:, None], 0.0).astype(
@@ -245,6 +248,7 @@ def _inputs(
         policy_logprobs=rows(batch.prev_logprobs),
         reference_logprobs=rows(batch.reference_logprobs),
         teacher_logprobs=rows(batch.teacher_logprobs),
+        values=rows(batch.values),
     )
 
 

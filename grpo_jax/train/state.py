@@ -28,6 +28,7 @@ class TrainState:
     skipped: jax.Array  # i32[] of those, the calls that changed nothing but the two counters
     params: Params  # float32 masters
     opt_state: optax.OptState
+    critic: "TrainState | None" = None  # beside the policy, where an estimator needs one
 
     @property
     def updates(self) -> jax.Array:

@@ -88,6 +88,11 @@ def make_train_step(
         state, applied = apply_gradient(state, loss, grads, metrics, counts, optimizer)
         return state, metrics | applied
 
+    return compile_step(step, places)
+
+
+def compile_step(step: TrainStep, places: Placement | None) -> TrainStep:
+    """Compile `(state, batch, counts) -> (state, metrics)`, giving the state away."""
     if places is None:
         return jax.jit(step, donate_argnums=0)
     whole = rules.replicated(places.mesh)
@@ -214,7 +219,7 @@ def _scorer(
     **wanted: bool,
 ) -> Callable[[Params, Batch], TokenScores]:
     """Build (params, batch) -> scores of the trained tokens; `wanted`: what beside the log p."""
-    policy = _rows_stay(policy, mesh)
+    policy = rows_stay(policy, mesh)
 
     def score(params: Params, batch: Batch) -> TokenScores:
         return logprobs.token_scores(
@@ -233,7 +238,7 @@ def _scorer(
     return score
 
 
-def _rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
+def rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
     """Pin hidden states to the devices that hold their rows.
 
     Left free, the partitioner guesses: it inserts all-to-alls, and on a mesh of 2 × 2 × 2 with a
@@ -300,6 +305,42 @@ def _gradient(
             max_segments=max_segments,
         )
 
+    gradient = summed_gradient(loss_of, micro_batches, places, diagnostics.sum_metrics)
+
+    def finished(params: Params, batch: Batch, counts: Counts):
+        if survivors_first:
+            left = losses.survivor_counts(
+                None,
+                batch,
+                loss_config,
+                filtering_on=filter_config.active,
+                max_segments=max_segments,
+            )
+            counts = counts._replace(survivors=left)
+        loss, grads, metrics = gradient(params, batch, counts)
+        scale = diagnostics.gradient_scale(metrics, counts, loss_config)
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        return loss * scale, grads, diagnostics.finalize_metrics(metrics, counts, loss_config)
+
+    return finished
+
+
+def summed_gradient(
+    loss_of: Callable[[Params, Batch, Counts], tuple[jax.Array, Metrics]],
+    micro_batches: int,
+    places: Placement | None,
+    sum_metrics: Callable[[Metrics], Metrics],
+) -> GradientStep:
+    """Differentiate a partial loss, and add it up over micro-batches.
+
+    Args:
+      loss_of: (params, batch, counts) -> (loss, raw metrics) of a part of the batch, under the
+        counts of the whole.
+      micro_batches: into how many parts the rows are cut.
+      places: where parameters, and so gradients, live.
+      sum_metrics: combines metrics that carry a leading axis of parts.
+    """
+    mesh = None if places is None else places.mesh
     value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 
     def in_place(grads: Params) -> Params:
@@ -320,24 +361,9 @@ def _gradient(
         nothing = in_place(jax.tree.map(jnp.zeros_like, params))
         parts = split_rows(batch, micro_batches, mesh)
         grads, (partial_losses, stacked) = jax.lax.scan(add, nothing, parts)
-        return jnp.sum(partial_losses), grads, diagnostics.sum_metrics(stacked)
+        return jnp.sum(partial_losses), grads, sum_metrics(stacked)
 
-    def finished(params: Params, batch: Batch, counts: Counts):
-        if survivors_first:
-            left = losses.survivor_counts(
-                None,
-                batch,
-                loss_config,
-                filtering_on=filter_config.active,
-                max_segments=max_segments,
-            )
-            counts = counts._replace(survivors=left)
-        loss, grads, metrics = gradient(params, batch, counts)
-        scale = diagnostics.gradient_scale(metrics, counts, loss_config)
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        return loss * scale, grads, diagnostics.finalize_metrics(metrics, counts, loss_config)
-
-    return finished
+    return gradient
 
 
 def apply_gradient(

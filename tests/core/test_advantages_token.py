@@ -217,3 +217,31 @@ def test_row_order_and_padding_change_nothing(config):
     clean = compute(config).advantages[order]
     keep = MASK[order] != 0
     np.testing.assert_allclose(out.advantages[:, :WIDTH][keep], clean[keep], rtol=1e-11)
+
+
+def test_explained_variance_of_a_critic():
+    """1 for a perfect one, 0 for the best constant, below 0 for a misleading one; weights count."""
+    returns = RNG.normal(size=MASK.shape)
+    mask = MASK * np.array([1.0, 0.5, 2.0, 1.0])[:, None]
+
+    def fit(values, mask=mask):
+        return estimators_token.value_fit(values, returns, mask, np.asarray)
+
+    outside = np.where(MASK != 0, 0, np.nan)
+    assert fit(returns + outside)["critic/explained_var"] == pytest.approx(1)
+    assert fit(np.full(MASK.shape, 3.0))["critic/explained_var"] == pytest.approx(0)
+    assert fit(-returns)["critic/explained_var"] == pytest.approx(-3)
+    values = RNG.normal(size=MASK.shape)
+    m = mask / mask.sum()
+    mean = lambda x: (m * x).sum()  # noqa: E731
+    variance = lambda x: mean(x**2) - mean(x) ** 2  # noqa: E731  as the reference has it
+    found = fit(values)
+    expected = 1 - variance(returns - values) / variance(returns)
+    assert found["critic/explained_var"] == pytest.approx(expected)
+    assert found["critic/returns_mean"] == pytest.approx(mean(returns))
+    assert found["critic/values_mean"] == pytest.approx(mean(values))
+    assert set(fit(values, np.zeros(MASK.shape)).values()) == {0.0}
+    constant = estimators_token.value_fit(
+        np.ones((1, 2)), np.ones((1, 2)), np.ones((1, 2)), np.asarray
+    )
+    assert constant["critic/explained_var"] == 1  # no variance, and none left

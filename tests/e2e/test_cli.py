@@ -14,6 +14,8 @@ from tests.e2e.conftest import changed
 REPOSITORY = Path(__file__).parents[2]
 
 
+GAE = {"advantage": {"estimator": "gae"}}
+ONE = GAE | {"rollout": {"prompts_per_step": 8, "completions_per_prompt": 1}}
 OPD = {"advantage": {"estimator": "opd"}, "teacher": {"path": "some/folder"}}
 
 
@@ -87,14 +89,17 @@ def test_overrides_win_over_the_file_and_print_back(capsys, write_config, base_c
         ({"rollout": {"updates_per_rollout": 3}}, "use a divisor of 8"),
         ({"rollout": {"micro_batch_size": 3}}, "micro_batch_size = 3 does not divide the 4 rows"),
         ({"loss_fn": {"force_on_policy_ratio": True}}, "no longer on-policy"),
-        ({"advantage": {"estimator": "gae"}}, "needs the values of a critic"),
+        (GAE | {"critic": {"warmup_steps": 6}}, "leaves none of run.steps = 6 to the policy"),
+        ({"critic": {"epochs": 2}}, "critic.epochs = 2 is read by the estimator gae only"),
+        (ONE | {"filters": {"use_dynamic_sampling": True}}, "always a constant group"),
+        (ONE | {"filters": {"drop_constant_groups": True}}, "always a constant group"),
         ({"advantage": {"estimator": "opd"}}, "teacher.path names none"),
         ({"teacher": {"path": "x"}}, "teacher.path = 'x' is read by the estimator opd only"),
         (OPD | {"filters": {"use_dynamic_sampling": True}}, "does not learn from"),
         (OPD | {"filters": {"drop_constant_groups": True}}, "filters.drop_constant_groups = true"),
         (OPD | {"shaping": {"enabled": True, "stop_properly_penalty_coef": 0.5}}, "shaping.enab"),
         ({"loss_fn": {"use_kl_in_reward": True}}, "nothing puts it into the reward"),
-        ({"advantage": {"kl_in_reward": 0.1}}, "is read by reinforce_plus_plus only"),
+        ({"advantage": {"kl_in_reward": 0.1}}, "is read by reinforce_plus_plus and gae only"),
         ({"sampling": {"filter": {"temperature": 0}}}, "nothing to learn from"),
     ],
 )
@@ -139,6 +144,21 @@ def test_filters_and_minimum_lengths_warn_by_name(base_config):
     assert "min_new_tokens" in text and "paid twice" in text
     distilling = configs.from_dict(changed(base_config, **OPD))
     assert "while the teacher pulls away" in " ".join(configs.validate(distilling))
+
+
+def test_a_critic_warns_of_what_makes_its_values_wrong(base_config):
+    chosen = {
+        "critic": {"value_loss": {"cliprange": 0.2}},
+        "filters": {"drop_constant_groups": True},
+    }
+    config = changed(base_config, rollout={"updates_per_rollout": 1}, **GAE, **chosen)
+    text = " ".join(configs.validate(configs.from_dict(config)))
+    assert "critic.warmup_steps = 0" in text and "cliprange = 0.2 clips nothing" in text
+    assert "filters.drop_constant_groups = true shows the critic only prompts with" in text
+    good = changed(
+        config, filters={"drop_constant_groups": False}, critic={"warmup_steps": 1, "epochs": 2}
+    )
+    assert configs.validate(configs.from_dict(good)) == []
 
 
 def test_a_teacher_that_does_not_fit_is_refused(capsys, write_config, base_config, tmp_path):

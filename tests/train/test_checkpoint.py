@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, kept by rule, and distrusted when they are read back."""
 
+import dataclasses
 import json
 import resource
 import time
@@ -94,6 +95,19 @@ def test_a_checkpoint_comes_back_bit_for_bit(open_folder, said, background):
     assert restored.step == 12 and restored.run == run
     assert restored.metrics == {METRIC: 0.25, "loss": 1.5}
     assert_identical(restored.state, made)
+    assert said == []
+
+
+def test_a_critic_comes_back_with_the_policy_or_stays_behind(open_folder, said):
+    policy, beside = make_state(seed=1), make_state(seed=2)
+    made = dataclasses.replace(policy, critic=beside)
+    open_folder(background=False).save(1, made, {})
+    checkpointer = open_folder()
+    assert_identical(checkpointer.restore(shapes_of(made)).state, made)
+    assert_identical(checkpointer.restore(shapes_of(policy)).state, policy)
+    checkpointer.save(2, policy, {})
+    with pytest.raises(ValueError, match=r"critic/step is absent there and int32\[\] here"):
+        checkpointer.restore(shapes_of(made))
     assert said == []
 
 

@@ -101,6 +101,24 @@ def test_sequence_error_filter_reads_the_scored_logprobs():
     assert prepared.dropped == [None, "sequence_error", None, None]
 
 
+def test_values_become_advantages_and_returns_of_trained_tokens():
+    """γ = λ = 1: every return is the row's reward; a row without weight teaches nothing."""
+    sampled = rollout(rewards=(1.0, 0.0, 2.0, -1.0), valid=(1, 1, 1, 0))
+    advantage = AdvantageConfig(estimator="gae", gae_lambda=1.0, normalize_advantages=False)
+    chosen = rules(advantage=advantage)
+    weighed = prepare.weigh(sampled, chosen)
+    batch = prepare.collate(sampled, weighed, CONFIG)
+    values = np.full(batch.tokens.shape, 0.25, np.float32)
+    prepared = prepare.finish(sampled, weighed, batch.replace(values=values), chosen).batch
+    mask = np.asarray(prepared.token_mask) & (np.asarray(prepared.sample_weights) > 0)
+    rewards = np.broadcast_to(np.array([1.0, 0.0, 2.0, 0.0])[:, None], mask.shape)
+    np.testing.assert_allclose(prepared.returns, np.where(mask, rewards, 0), atol=1e-6)
+    expected = np.where(mask, rewards - 0.25, 0)
+    np.testing.assert_allclose(prepared.advantages, expected, atol=1e-6)
+    part, counts = next(prepare.split_updates(prepared, 1))
+    assert part.returns.shape == part.tokens.shape and counts.tokens == 6
+
+
 def test_order_of_rows_changes_nothing():
     sampled = rollout(rewards=(1.0, 0.0, 0.25, 0.75))
     order = np.array([3, 0, 2, 1])
