@@ -87,13 +87,13 @@ def load_teacher(config: Config, model: Model) -> Teacher | None:
     return Teacher(score, jax.device_put(loaded.params, places.state.params))
 
 
-def on_policy(loss: LossConfig, updates_per_rollout: int) -> LossConfig:
+def on_policy(loss: LossConfig, updates: int) -> LossConfig:
     """Use the current forward pass as the previous one where the two are the same numbers.
 
     With one update a rollout the ratio is exactly 1 in value, with the gradient of the current
     log-probabilities; a separate pass would compute the same at the price of another forward.
     """
-    if updates_per_rollout > 1:
+    if updates > 1:
         return loss
     if loss.truncated_is_normalization == "survivors" and loss.kl_on:
         return loss  # the survivors are counted before the forward pass, from previous ones
@@ -136,10 +136,10 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
         does not fit the policy, or no held-out prompts to evaluate.
       ValueError: a warm-up longer than the run, or rows that do not divide over the devices.
     """
-    updates = config.run.steps * config.rollout.updates_per_rollout
+    updates = config.run.steps * config.rollout.updates
     optimizer.build_schedule(config.optimizer, updates)
     if config.advantage.needs_values:
-        optimizer.build_schedule(config.critic.optimizer, updates * config.critic.epochs)
+        optimizer.build_schedule(config.critic.optimizer, updates)
     _unit_rows(config, model)
     evaluates = config.evaluate.at_start or config.evaluate.at_end or config.evaluate.every
     if evaluates and not data.held_out:
@@ -218,13 +218,12 @@ def build_critic(config: Config, model: Model) -> Critic | None:
     """The policy's trunk, without a head of its own, and a value head; where gae asks for one."""
     if not config.advantage.needs_values:
         return None
-    settings = config.critic
     # A trunk has no use for an untied head: [V, D] with two moments that nobody would ever read.
     shape = dataclasses.replace(model.loaded.config, tie_embeddings=True)
     trunk = {name: part for name, part in model.loaded.params.items() if name != "head"}
     params = critics.init_params(trunk, shape.hidden_size)
-    updates = config.run.steps * config.rollout.updates_per_rollout * settings.epochs
-    opt = optimizer.build_optimizer(settings.optimizer, updates)
+    updates = config.run.steps * config.rollout.updates
+    opt = optimizer.build_optimizer(config.critic.optimizer, updates)
     shapes = states.abstract(params, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh, say=lambda _: None)
     return Critic(transformer.policy_for(shape), params, opt, shapes, places)
@@ -267,7 +266,7 @@ def build_parts(
     reporter: reporting.Reporter,
 ) -> loop.Parts:
     """Compile-ready steps and everything around them."""
-    loss = on_policy(config.loss_fn, config.rollout.updates_per_rollout)
+    loss = on_policy(config.loss_fn, config.rollout.updates)
     teacher = load_teacher(config, model)
     needs_reference = loss.kl_on or config.advantage.needs_reference
     needs_previous = (
@@ -348,5 +347,4 @@ def _critic_steps(config: Config, critic: Critic, unit: int) -> critics.Critic:
             places=critic.places,
         ),
         warmup_steps=config.critic.warmup_steps,
-        epochs=config.critic.epochs,
     )

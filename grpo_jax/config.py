@@ -269,10 +269,11 @@ def validate(config: Config) -> list[str]:
             f"rollout.micro_batch_size = {micro} does not divide the {rows // updates} rows of an "
             f"update; use a divisor of {rows // updates}"
         )
-    if config.loss_fn.force_on_policy_ratio and updates > 1:
+    if config.loss_fn.force_on_policy_ratio and rollout.updates > 1:
         raise ConfigError(
-            f"loss_fn.force_on_policy_ratio = true with rollout.updates_per_rollout = {updates}: "
-            "the second update is no longer on-policy; set one of the two back (1 or false)"
+            "loss_fn.force_on_policy_ratio = true with rollout.updates_per_rollout = "
+            f"{updates} and rollout.epochs = {rollout.epochs}: the second update is no longer "
+            "on-policy; set force_on_policy_ratio to false, or the two others to 1"
         )
     if config.sampling.filter.temperature == 0:
         raise ConfigError(
@@ -357,10 +358,10 @@ def _critic_warnings(config: Config) -> list[str]:
             "critic.warmup_steps = 0: the critic begins with values of 0, and the policy trains on "
             "its first errors; some steps of warm-up train the critic alone"
         )
-    if critic.value_loss.cliprange and config.rollout.updates_per_rollout * critic.epochs == 1:
+    if critic.value_loss.cliprange and config.rollout.updates == 1:
         found.append(
             f"critic.value_loss.cliprange = {critic.value_loss.cliprange} clips nothing: with one "
-            "update a rollout no value has moved yet; raise critic.epochs"
+            "update a rollout no value has moved yet; raise rollout.epochs"
         )
     for key in ("drop_constant_groups", "use_dynamic_sampling"):
         if getattr(filters, key):

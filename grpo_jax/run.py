@@ -97,9 +97,7 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
         config.checkpoint,
         say=lambda line: console.print(line, markup=False),
     )
-    opt = optimizer.build_optimizer(
-        config.optimizer, config.run.steps * config.rollout.updates_per_rollout
-    )
+    opt = optimizer.build_optimizer(config.optimizer, config.run.steps * config.rollout.updates)
     critic = build.build_critic(config, model)
     state, places, restored = build.initial_state(
         model, opt, critic, checkpointer if plan.action == "resume" else None
@@ -161,7 +159,7 @@ def _describe(
     console.print(
         f"step    {config.rollout.prompts_per_step} prompts × "
         f"{config.rollout.completions_per_prompt} completions of up to "
-        f"{config.sampling.max_new_tokens} tokens, {config.rollout.updates_per_rollout} update(s)"
+        f"{config.sampling.max_new_tokens} tokens, {config.rollout.updates} update(s)"
     )
 
 
@@ -327,9 +325,7 @@ def _weights(
     if run is None:
         return model.loaded.params, config.model.path
     trained = _run_config(run)
-    opt = optimizer.build_optimizer(
-        trained.optimizer, trained.run.steps * trained.rollout.updates_per_rollout
-    )
+    opt = optimizer.build_optimizer(trained.optimizer, trained.run.steps * trained.rollout.updates)
     shapes = states.abstract(model.loaded.params, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh)
     with checkpointing.Checkpointer(

@@ -32,14 +32,12 @@ class CriticConfig:
     """The critic of the estimator gae: how it is trained, and for how long alone."""
 
     warmup_steps: int = 0  # first steps of the run in which only the critic is trained
-    epochs: int = 1  # passes of the critic over the rows of one rollout
     value_loss: ValueLossConfig = ValueLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def __post_init__(self):
-        for name, least in (("warmup_steps", 0), ("epochs", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps = {self.warmup_steps} must be at least 0")
 
 
 class Critic(NamedTuple):
@@ -48,7 +46,6 @@ class Critic(NamedTuple):
     score: ScoreStep  # (params, batch) -> values f32[B, T]
     step: TrainStep
     warmup_steps: int
-    epochs: int
 
 
 def init_params(trunk: Params, width: int) -> Params:

@@ -6,7 +6,7 @@ root key folded with the step, so a resumed run draws what the uninterrupted one
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -221,9 +221,7 @@ def _update(
             return dataclasses.replace(state, critic=critic), found | dict.fromkeys(names, 0.0)
         batch = batch.replace(values=None, returns=None)  # the policy's loss does not read them
     results = []
-    for i, (part, counts) in enumerate(
-        prepare.split_updates(batch, parts.rollout.updates_per_rollout)
-    ):
+    for i, (part, counts) in enumerate(_split(parts, batch)):
         placed = parts.place(part)
         asked = step in config.dump_steps
         current = parts.score_current(state.params, placed) if asked else None
@@ -247,18 +245,22 @@ def _update(
 def _update_critic(
     parts: Parts, critic: critics.Critic, state: TrainState, batch: Batch, step: int
 ) -> tuple[TrainState, dict[str, float]]:
-    """Run the critic's updates: all parts of the rollout, as many times as it has epochs."""
+    """Run the critic's updates, on the parts of the rollout that the policy's take too."""
     results = []
-    for _ in range(critic.epochs):
-        for part, counts in prepare.split_updates(batch, parts.rollout.updates_per_rollout):
-            state, metrics = critic.step(state, parts.place(part), counts)
-            results.append({name: float(x) for name, x in jax.device_get(metrics).items()})
-            if results[-1]["skipped_nonfinite"] > 0:
-                parts.reporter.say(
-                    f"step {step}: critic's loss {results[-1]['loss']}, gradient norm "
-                    f"{results[-1]['grad_norm']}: no update was applied to it"
-                )
+    for part, counts in _split(parts, batch):
+        state, metrics = critic.step(state, parts.place(part), counts)
+        results.append({name: float(x) for name, x in jax.device_get(metrics).items()})
+        if results[-1]["skipped_nonfinite"] > 0:
+            parts.reporter.say(
+                f"step {step}: critic's loss {results[-1]['loss']}, gradient norm "
+                f"{results[-1]['grad_norm']}: no update was applied to it"
+            )
     return state, critics.report(prepare.merge_updates(results))
+
+
+def _split(parts: Parts, batch: Batch) -> Iterator[tuple[Batch, Counts]]:
+    rollout = parts.rollout
+    return prepare.split_updates(batch, rollout.updates_per_rollout, rollout.epochs)
 
 
 def _watch(
@@ -268,7 +270,7 @@ def _watch(
     if metrics["skipped_empty"] > 0:
         parts.reporter.say(
             f"step {step}: nothing was left to train after the filters in "
-            f"{metrics['skipped_empty']:.0f} of {parts.rollout.updates_per_rollout} update(s); "
+            f"{metrics['skipped_empty']:.0f} of {parts.rollout.updates} update(s); "
             f"{metrics['update_applied']:.0f} applied"
         )
     bad = metrics["skipped_nonfinite"] > 0 or metrics.get("critic/skipped_nonfinite", 0) > 0

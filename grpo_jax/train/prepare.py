@@ -256,11 +256,15 @@ def _pad(array: np.ndarray, rows: int) -> Any:
     return np.pad(array, ((0, rows - array.shape[0]), (0, 0)))
 
 
-def split_updates(batch: Batch, updates: int) -> Iterator[tuple[Batch, Counts]]:
-    """Cut a batch into the global batches of its optimizer updates, each with its own counts."""
+def split_updates(batch: Batch, updates: int, epochs: int = 1) -> Iterator[tuple[Batch, Counts]]:
+    """Cut a batch into the global batches of its optimizer updates, each with its own counts.
+
+    Further epochs go over the same parts in the same order.
+    """
     rows = batch.tokens.shape[0] // updates
-    for part in trajectories.split_rows(batch, rows):
-        yield part, trajectories.count(part)
+    parts = [(part, trajectories.count(part)) for part in trajectories.split_rows(batch, rows)]
+    for _ in range(epochs):
+        yield from parts
 
 
 _TOTALS = {"tokens", "sequences", "update_applied", "skipped_empty", "skipped_nonfinite"} | {

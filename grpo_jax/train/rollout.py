@@ -25,7 +25,8 @@ class RolloutConfig:
 
     prompts_per_step: int = 8  # P
     completions_per_prompt: int = 8  # G; a group baseline needs at least 2
-    updates_per_rollout: int = 1  # optimizer updates for the rows of one rollout
+    updates_per_rollout: int = 1  # optimizer updates of one pass over the rows of a rollout
+    epochs: int = 1  # passes over the rows of a rollout; its log-probabilities and values stay
     micro_batch_size: int = 8  # rows a device sees at one time; changes memory, not numbers
     length_multiple: int = 64  # rows are padded to a multiple of this many tokens
     head_chunk: int | None = 512  # tokens whose logits exist at one time; null = all of them
@@ -40,6 +41,11 @@ class RolloutConfig:
     def rows(self) -> int:
         """N, completions a step."""
         return self.prompts_per_step * self.completions_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates a step, over all epochs."""
+        return self.updates_per_rollout * self.epochs
 
 
 class Rollout(NamedTuple):

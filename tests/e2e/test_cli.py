@@ -89,8 +89,18 @@ def test_overrides_win_over_the_file_and_print_back(capsys, write_config, base_c
         ({"rollout": {"updates_per_rollout": 3}}, "use a divisor of 8"),
         ({"rollout": {"micro_batch_size": 3}}, "micro_batch_size = 3 does not divide the 4 rows"),
         ({"loss_fn": {"force_on_policy_ratio": True}}, "no longer on-policy"),
+        (
+            {
+                "loss_fn": {"force_on_policy_ratio": True},
+                "rollout": {"updates_per_rollout": 1, "epochs": 2},
+            },
+            "rollout.epochs = 2: the second update is no longer on-policy",
+        ),
         (GAE | {"critic": {"warmup_steps": 6}}, "leaves none of run.steps = 6 to the policy"),
-        ({"critic": {"epochs": 2}}, "critic.epochs = 2 is read by the estimator gae only"),
+        (
+            {"critic": {"warmup_steps": 2}},
+            "critic.warmup_steps = 2 is read by the estimator gae only",
+        ),
         (ONE | {"filters": {"use_dynamic_sampling": True}}, "always a constant group"),
         (ONE | {"filters": {"drop_constant_groups": True}}, "always a constant group"),
         ({"advantage": {"estimator": "opd"}}, "teacher.path names none"),
@@ -155,9 +165,8 @@ def test_a_critic_warns_of_what_makes_its_values_wrong(base_config):
     text = " ".join(configs.validate(configs.from_dict(config)))
     assert "critic.warmup_steps = 0" in text and "cliprange = 0.2 clips nothing" in text
     assert "filters.drop_constant_groups = true shows the critic only prompts with" in text
-    good = changed(
-        config, filters={"drop_constant_groups": False}, critic={"warmup_steps": 1, "epochs": 2}
-    )
+    better = {"filters": {"drop_constant_groups": False}, "critic": {"warmup_steps": 1}}
+    good = changed(config, rollout={"epochs": 2}, **better)
     assert configs.validate(configs.from_dict(good)) == []
 
 

@@ -142,6 +142,5 @@ def test_hidden_states_that_nobody_reads_may_hold_anything():
 
 
 def test_settings_that_cannot_be_meant_are_refused():
-    for wrong in (dict(warmup_steps=-1), dict(epochs=0)):
-        with pytest.raises(ValueError, match="must be at least"):
-            critic.CriticConfig(**wrong)
+    with pytest.raises(ValueError, match="warmup_steps = -1 must be at least 0"):
+        critic.CriticConfig(warmup_steps=-1)

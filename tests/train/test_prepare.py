@@ -132,6 +132,8 @@ def test_updates_split_rows_and_count_each_part():
     parts = list(prepare.split_updates(prepared.batch, 2))
     assert [float(c.tokens) for _, c in parts] == [3.0, 0.0]
     assert [p.tokens.shape for p, _ in parts] == [(2, 8), (2, 8)]
+    again = list(prepare.split_updates(prepared.batch, 2, epochs=2))
+    assert [float(c.tokens) for _, c in again] == [3.0, 0.0, 3.0, 0.0]
 
 
 def test_dynamic_sampling_collects_until_groups_differ():
