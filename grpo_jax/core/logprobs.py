@@ -32,7 +32,7 @@ from grpo_jax.core.policy import Head, Params, Policy, UnembedFn
 _VOCABULARY_BLOCK = 8192  # rows of the head's gradient that are computed at one time, at most
 
 
-class _Spec(NamedTuple):
+class Spec(NamedTuple):
     """What to score, and with which head; static."""
 
     unembed: UnembedFn
@@ -41,6 +41,15 @@ class _Spec(NamedTuple):
     unfiltered: bool
     entropy: bool
     kept_mass: bool
+
+
+class Ready(NamedTuple):
+    """A batch that waits for the head; entry `t` of each array speaks of `tokens[:, t]`."""
+
+    head: Head
+    hidden: jax.Array  # [B, T, ...] of the token before; 0 where nothing is scored
+    targets: jax.Array  # i32[B, T]
+    scored: jax.Array  # bool[B, T]
 
 
 def token_scores(
@@ -92,9 +101,33 @@ def token_scores(
     Raises:
       ValueError: the temperature is 0, chunk_size is not positive, or lanes do not divide the rows.
     """
-    chex.assert_equal_shape([tokens, positions, segment_ids])
     filtering.check_trainable(filter)
-    spec = _Spec(policy.unembed, policy.row_wise_head, filter, unfiltered, entropy, kept_mass)
+    spec = Spec(policy.unembed, policy.row_wise_head, filter, unfiltered, entropy, kept_mass)
+    ready = prepare(policy, params, tokens, positions, segment_ids, mask)
+    return ready_scores(spec, ready, chunk_size, lanes)
+
+
+def ready_scores(spec: Spec, ready: Ready, chunk_size: int | None, lanes: int = 1) -> TokenScores:
+    """Score what `prepare` returned; arguments and result as in `token_scores`."""
+    head, hidden, targets, scored = ready
+    if chunk_size is None:
+        scores = _score(spec, spec.unembed(head, hidden), targets)
+    else:
+        scores = _score_in_chunks(spec, head, hidden, targets, scored, chunk_size, lanes)
+    # A token that is not scored has hidden state 0: its score is finite, and dropped here.
+    return jax.tree.map(lambda x: jnp.where(scored, x, 0), scores)
+
+
+def prepare(
+    policy: Policy,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    mask: jax.Array | None = None,
+) -> Ready:
+    """Run the model up to its head; arguments as in `token_scores`."""
+    chex.assert_equal_shape([tokens, positions, segment_ids])
     scored = has_predecessor(segment_ids)
     if mask is not None:
         chex.assert_equal_shape([tokens, mask])
@@ -102,14 +135,7 @@ def token_scores(
     hidden = policy.hidden(params, tokens, positions, segment_ids)
     hidden = previous(hidden)  # entry t: what came before token t
     hidden = jnp.where(scored.reshape(*scored.shape, *[1] * (hidden.ndim - 2)), hidden, 0)
-    targets = jnp.where(scored, tokens, 0)
-    head = policy.head(params)
-    if chunk_size is None:
-        scores = _score(spec, policy.unembed(head, hidden), targets)
-    else:
-        scores = _score_in_chunks(spec, head, hidden, targets, scored, chunk_size, lanes)
-    # A token that is not scored has hidden state 0: its score is finite, and dropped here.
-    return jax.tree.map(lambda x: jnp.where(scored, x, 0), scores)
+    return Ready(policy.head(params), hidden, jnp.where(scored, tokens, 0), scored)
 
 
 def has_predecessor(segment_ids: jax.Array) -> jax.Array:
@@ -137,12 +163,13 @@ class _Saved(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(spec: _Spec, logits: jax.Array, targets: jax.Array) -> TokenScores:
+def _score(spec: Spec, logits: jax.Array, targets: jax.Array) -> TokenScores:
     """Score targets [...] under logits [..., V]."""
-    return _score_forward(spec, logits, targets)[0]
+    return score_forward(spec, logits, targets)[0]
 
 
-def _score_forward(spec: _Spec, logits: jax.Array, targets: jax.Array):
+def score_forward(spec: Spec, logits: jax.Array, targets: jax.Array):
+    """Score targets [...] under logits [..., V]; also return what `score_backward` wants."""
     z = filtering.scale(logits, spec.filter.temperature)
     peak = jnp.max(z, axis=-1)
     shifted = z - peak[..., None]
@@ -184,7 +211,7 @@ def _score_forward(spec: _Spec, logits: jax.Array, targets: jax.Array):
     return scores, (logits, targets, _Saved(log_total, log_kept, found, supported, entropy))
 
 
-def _score_backward(spec: _Spec, residuals, cotangents: TokenScores):
+def score_backward(spec: Spec, residuals, cotangents: TokenScores):
     """Apply d logp/dz_v = 1[v = y] − p_v and dH/dz_v = −p_v (log p_v + H), over the temperature."""
     logits, targets, saved = residuals
     z = filtering.scale(logits, spec.filter.temperature)
@@ -218,14 +245,14 @@ def _score_backward(spec: _Spec, residuals, cotangents: TokenScores):
     return jnp.where(used[..., None], dz, 0.0).astype(logits.dtype), None
 
 
-_score.defvjp(_score_forward, _score_backward)
+_score.defvjp(score_forward, score_backward)
 
 
 # --- chunks --------------------------------------------------------------------------------------
 
 
 def _score_in_chunks(
-    spec: _Spec,
+    spec: Spec,
     head: Head,
     hidden: jax.Array,
     targets: jax.Array,
@@ -235,12 +262,7 @@ def _score_in_chunks(
 ) -> TokenScores:
     """Move the scored tokens of each lane to its front, score them in chunks, move them back."""
     rows, width = targets.shape
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1 token, or None for no chunks")
-    if lanes < 1 or rows % lanes:
-        raise ValueError(f"lanes={lanes} must divide the {rows} rows of the batch")
-    tokens_a_lane = rows * width // lanes
-    chunk = min(chunk_size, tokens_a_lane)
+    tokens_a_lane, chunk = lane_and_chunk(rows, width, chunk_size, lanes)
     padded = -(-tokens_a_lane // chunk) * chunk
 
     def to_lanes(x: jax.Array) -> jax.Array:
@@ -263,6 +285,16 @@ def _score_in_chunks(
     return jax.tree.map(back, scores)
 
 
+def lane_and_chunk(rows: int, width: int, chunk_size: int, lanes: int) -> tuple[int, int]:
+    """Tokens of a lane and of a chunk."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1 token, or None for no chunks")
+    if lanes < 1 or rows % lanes:
+        raise ValueError(f"lanes={lanes} must divide the {rows} rows of the batch")
+    tokens_a_lane = rows * width // lanes
+    return tokens_a_lane, min(chunk_size, tokens_a_lane)
+
+
 def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
@@ -273,7 +305,7 @@ def _put(x: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked(
-    spec: _Spec,
+    spec: Spec,
     chunk: int,
     head: Head,
     hidden: jax.Array,
@@ -315,7 +347,7 @@ def _chunked_backward(spec, chunk, residuals, cotangents):
         h, y = _slice(hidden, start, chunk), _slice(targets, start, chunk)
         upstream = jax.tree.map(lambda g: _slice(g, start, chunk), cotangents)
         d_logits = jax.vmap(logits_gradient)(h, y, upstream)
-        d_head, d_h = _pull_back(spec, head, h, d_logits, d_head)
+        d_head, d_h = pull_back(spec, head, h, d_logits, d_head)
         return d_head, _put(d_hidden, d_h, start)
 
     # A sum for each lane, so that on a mesh the lanes meet once, after the loop.
@@ -329,8 +361,8 @@ def _wide(x: jax.Array):
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _pull_back(
-    spec: _Spec, head: Head, h: jax.Array, d_logits: jax.Array, d_head: Head
+def pull_back(
+    spec: Spec, head: Head, h: jax.Array, d_logits: jax.Array, d_head: Head
 ) -> tuple[Head, jax.Array]:
     """Take gradients [S, C, V] back through the head: add to its gradient, return d hidden."""
 
@@ -351,7 +383,9 @@ def _pull_back(
         d_z = jax.lax.dynamic_slice_in_dim(d_logits, start, block, axis=-1)
         part, d_h_part = over_lanes(rows, h, d_z)
         d_head = jax.tree.map(
-            lambda total, new: _put(total, _slice(total, start, block) + new, start), d_head, part
+            lambda total, new: _put(total, _slice(total, start, block) + new, start),
+            d_head,
+            part,
         )
         return d_head, d_h + d_h_part
 

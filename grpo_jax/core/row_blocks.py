@@ -54,13 +54,7 @@ def in_blocks(
 ) -> tuple[Array, Metrics]:
     """Loss and raw metrics of all rows, a block at a time."""
     size = block_size(batch.tokens.shape[0], row_block)
-    # Traced hyperparameters become arguments: a custom derivative must not close over tracers.
-    numbers = {
-        field.name: value
-        for field in dataclasses.fields(config)
-        if isinstance(value := getattr(config, field.name), jax.Array)
-    }
-    fixed = dataclasses.replace(config, **{name: _default(name) for name in numbers})
+    fixed, numbers = without_tracers(config)
 
     def of_block(scores: TokenScores, batch: Batch, counts: Counts, numbers: dict[str, Array]):
         return rows_loss(scores, batch, counts, dataclasses.replace(fixed, **numbers))
@@ -89,6 +83,19 @@ def in_blocks(
 
     total.defvjp(forward, backward)
     return total(scores, batch, counts, numbers)
+
+
+def without_tracers(config: LossConfig) -> tuple[LossConfig, dict[str, Array]]:
+    """Take traced hyperparameters out: a custom derivative must not close over tracers.
+
+    `dataclasses.replace(fixed, **numbers)` is the config again.
+    """
+    numbers = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if isinstance(value := getattr(config, field.name), jax.Array)
+    }
+    return dataclasses.replace(config, **{name: _default(name) for name in numbers}), numbers
 
 
 def _split(tree, size: int):

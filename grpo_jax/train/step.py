@@ -18,6 +18,7 @@ Symbols: `B` rows, `T` tokens a row, `M` micro-batches.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.core import diagnostics, logprobs, losses
+from grpo_jax.core import diagnostics, logprobs, losses, single_pass
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
@@ -289,22 +290,10 @@ def _gradient(
 ) -> GradientStep:
     """Build (params, batch, counts) -> (loss, gradient, finished metrics), micro-batches summed."""
     mesh = None if places is None else places.mesh
-    wanted = _loss_reads(loss_config, filter_config, entropy)
-    scores_of = _scorer(policy, filter_config, chunk_size, mesh, **wanted)
     # Two parts of this loss divide by different survivors, so these are counted beforehand.
     survivors_first = loss_config.truncated_is_normalization == "survivors" and loss_config.kl_on
 
-    def loss_of(params: Params, batch: Batch, counts: Counts) -> tuple[jax.Array, Metrics]:
-        scores = scores_of(params, batch)
-        return losses.clipped_pg_loss(
-            scores,
-            batch,
-            counts,
-            loss_config,
-            filtering_on=filter_config.active,
-            max_segments=max_segments,
-        )
-
+    loss_of = _loss(policy, loss_config, filter_config, chunk_size, max_segments, mesh, entropy)
     gradient = summed_gradient(loss_of, micro_batches, places, diagnostics.sum_metrics)
 
     def finished(params: Params, batch: Batch, counts: Counts):
@@ -364,6 +353,44 @@ def summed_gradient(
         return jnp.sum(partial_losses), grads, sum_metrics(stacked)
 
     return gradient
+
+
+def _loss(
+    policy: Policy,
+    loss_config: LossConfig,
+    filter_config: FilterConfig,
+    chunk_size: int | None,
+    max_segments: int,
+    mesh: jax.sharding.Mesh | None,
+    entropy: bool,
+) -> Callable[[Params, Batch, Counts], tuple[jax.Array, Metrics]]:
+    """Build (params, batch, counts) -> (loss, raw metrics), in a single pass where that exists."""
+    reads = _loss_reads(loss_config, filter_config, entropy)
+    if chunk_size is not None and single_pass.separable(loss_config, filter_config.active):
+        return functools.partial(
+            single_pass.policy_loss,
+            rows_stay(policy, mesh),
+            config=loss_config,
+            filter=filter_config,
+            chunk_size=chunk_size,
+            lanes=_lanes(mesh),
+            max_segments=max_segments,
+            entropy=reads["entropy"],
+            kept_mass=reads["kept_mass"],
+        )
+    scores_of = _scorer(policy, filter_config, chunk_size, mesh, **reads)
+
+    def loss_of(params: Params, batch: Batch, counts: Counts) -> tuple[jax.Array, Metrics]:
+        return losses.clipped_pg_loss(
+            scores_of(params, batch),
+            batch,
+            counts,
+            loss_config,
+            filtering_on=filter_config.active,
+            max_segments=max_segments,
+        )
+
+    return loss_of
 
 
 def apply_gradient(

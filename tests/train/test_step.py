@@ -25,6 +25,9 @@ from grpo_jax.train.optimizer import OptimizerConfig
 V, D, B, T = 12, 8, 16, 6
 PLAIN = LossConfig(reference_policy_kl_penalty=0.0, metrics_level="minimal")
 KL = LossConfig(metrics_level="minimal")
+GSPO = dataclasses.replace(
+    PLAIN, sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.3
+)
 MESHES = {
     "fsdp": MeshConfig(),
     "data_fsdp_tensor": MeshConfig(data=2, fsdp=2, tensor=2),
@@ -132,13 +135,17 @@ def test_micro_batches_add_up_to_the_batch_in_double_precision(x64):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "micro_batches", "chunk_size"),
-    [("fsdp", 1, None), ("data_fsdp_tensor", 2, 3)],
+    ("config", "mesh", "micro_batches", "chunk_size"),
+    [
+        (KL, "fsdp", 1, None),
+        (KL, "data_fsdp_tensor", 2, 3),  # in a single pass
+        (GSPO, "data_fsdp_tensor", 2, 3),  # in two
+    ],
 )
-def test_a_mesh_changes_nothing_in_double_precision(mesh, micro_batches, chunk_size, x64):
+def test_a_mesh_changes_nothing_in_double_precision(config, mesh, micro_batches, chunk_size, x64):
     batch = make_batch(dtype=np.float64)
-    one = run(batch, KL)
-    many = run(batch, KL, mesh=MESHES[mesh], micro_batches=micro_batches, chunk_size=chunk_size)
+    one = run(batch, config)
+    many = run(batch, config, mesh=MESHES[mesh], micro_batches=micro_batches, chunk_size=chunk_size)
     # metrics are reported in float32, so they carry its rounding; the state does not
     assert_same(one[0], many[0], 1e-10)
     assert_same(one[1], many[1], 1e-6)
@@ -184,6 +191,41 @@ def test_our_own_model_on_a_mesh():
     assert_same(*found, 1e-5)
     spec = places.state.params["layers"]["mlp"]["up"]["weight"].spec
     assert spec == jax.sharding.PartitionSpec(None, "tensor", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("config", "kept", "products"),
+    [
+        (PLAIN, FilterConfig(), 3),
+        (GSPO, FilterConfig(), 4),
+        (dataclasses.replace(KL, token_level_loss=False), FilterConfig(top_k=9), 4),
+    ],
+)
+def test_the_head_is_met_three_times_where_one_token_decides(config, kept, products):
+    """The compiler counts the body of a loop once; all that is no head is 0.4 of a product."""
+    size, width, chunk = 4096, 64, 32
+    rng = np.random.default_rng(0)
+    shapes = {"embed": {"table": (size, width)}, "up": {"weight": (width, width)}}
+    shapes["head"] = {"weight": (size, width)}
+    params = jax.tree.map(
+        lambda s: rng.normal(size=s).astype("f4"), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+    batch = make_batch(rows=8, width=16, vocabulary=size)
+    gradient = step.make_gradient_step(bigram_policy(), config, kept, chunk_size=chunk)
+    compiled = gradient.lower(params, batch, masks.count(batch)).compile()
+    filters = 1.0 if kept.active else 0.0  # passes over the logits that are no products
+    found = compiled.cost_analysis()["flops"] / (2 * chunk * size * width)
+    assert products <= found < products + 0.6 + filters
+
+
+@pytest.mark.parametrize("kept", [FilterConfig(), FilterConfig(top_k=5)])
+@pytest.mark.parametrize("config", [PLAIN, KL, dataclasses.replace(KL, entropy_bonus=0.1)])
+def test_a_dump_holds_exactly_what_the_loss_reads(config, kept):
+    asked = step.make_full_score_step(bigram_policy(), config, kept)
+    scores = jax.eval_shape(asked, make_params(), make_batch())
+    assert (scores.unfiltered is not None) == (kept.active and config.kl_on)
+    assert (scores.entropy is not None) == config.entropy_bonus_on
+    assert scores.kept_mass is None  # these configs ask for the minimal metrics
 
 
 # --- compilation and memory -----------------------------------------------------------------------

@@ -1,0 +1,209 @@
+"""The loss of a policy, with the head's gradient taken while each chunk's logits are there.
+
+A loss of log-probabilities that is differentiated afterwards meets the head four times: scores,
+the same logits once more, the gradient of the head, the gradient of the hidden states. Where the
+derivative of the loss with respect to a token's scores depends on that token's scores alone, and
+on what is known before the forward pass, it is known as soon as the chunk is scored:
+
+    ∂L/∂z_t = ∂L/∂s_t · ∂s_t/∂z_t        z_t logits, s_t scores of token t
+
+so the second meeting falls away. The loss is `losses.clipped_pg_loss`, for the derivative in each
+chunk as for value and metrics at the end; nothing of it is written twice. In a chunk it sees the
+whole batch, with scores of 0 where none are known yet, and only the chunk's part of the derivative
+is read: elementwise work on [B, T], next to [C, V] of logits.
+
+The idea is that of Liger kernel's fused linear losses (Hsu et al. 2024, arXiv:2410.10989).
+
+Symbols: `B` rows, `T` tokens a row, `C` tokens a chunk, `V` vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from grpo_jax.core import corrections, filtering, logprobs, losses, row_blocks
+from grpo_jax.core.batch import Batch, Counts, TokenScores
+from grpo_jax.core.diagnostics import Metrics
+from grpo_jax.core.filtering import FilterConfig
+from grpo_jax.core.loss_config import LossConfig
+from grpo_jax.core.policy import Head, Params, Policy
+
+
+def separable(config: LossConfig, filtering_on: bool) -> bool:
+    """Say whether each token's derivative depends on that token's scores alone.
+
+    It does not, where the current log-probabilities of a whole sequence decide:
+      - one ratio a response: GSPO, GMPO;
+      - gates on whole sequences, and the check inside the loss, where they read the current policy:
+        in place of the previous one (`force_on_policy_ratio`), or because a token that it cannot
+        draw (−inf under the filters) leaves the sequence's mean, product and veto;
+      - the mean over a response, and the local count of the positive NLL, where such a token
+        leaves their denominators. Dr. GRPO's constant is no such denominator.
+    """
+    if config.sequence_level_importance_ratios or config.surrogate == "gmpo":
+        return False
+    if config.seq_logprob_error_in_loss:
+        return False
+    reads_policy = config.force_on_policy_ratio or filtering_on
+    if corrections.gates_sequences(config) and reads_policy:
+        return False
+    if not filtering_on:
+        return True
+    response_mean = not config.token_level_loss and config.loss_normalizer is None
+    return not response_mean and not (config.positive_nll_on and config.positive_nll_local_count)
+
+
+def policy_loss(
+    policy: Policy,
+    params: Params,
+    batch: Batch,
+    counts: Counts,
+    config: LossConfig,
+    *,
+    filter: FilterConfig,
+    chunk_size: int,
+    entropy: bool = False,
+    kept_mass: bool = False,
+    lanes: int = 1,
+    max_segments: int = 1,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`clipped_pg_loss` of the policy's own scores; equal in value, gradient and metrics.
+
+    First derivatives only; the metrics carry none.
+
+    Args:
+      policy, params: the model.
+      batch, counts, config, max_segments: as in `losses.clipped_pg_loss`.
+      filter, chunk_size, lanes: as in `logprobs.token_scores`.
+      entropy: also score the entropy, for the metrics; the entropy bonus does so by itself.
+      kept_mass: also score the kept mass, for the metrics.
+
+    Returns:
+      The loss as a partial sum over `counts`, and raw metrics.
+
+    Raises:
+      ValueError: the config is not `separable` under these filters, or as `clipped_pg_loss` and
+        `token_scores`.
+    """
+    if not separable(config, filter.active):
+        raise ValueError(
+            f"{config} under {filter} needs the scores of whole sequences for its derivative; "
+            "differentiate clipped_pg_loss of token_scores instead"
+        )
+    filtering.check_trainable(filter)
+    spec = logprobs.Spec(
+        unembed=policy.unembed,
+        row_wise_head=policy.row_wise_head,
+        filter=filter,
+        unfiltered=filter.active and config.kl_on,
+        entropy=entropy or config.entropy_bonus_on,
+        kept_mass=kept_mass,
+    )
+    fixed, numbers = row_blocks.without_tracers(config)
+
+    def loss_of(scores: TokenScores, given) -> tuple[Array, Metrics]:
+        batch, counts, numbers = given
+        return losses.clipped_pg_loss(
+            scores,
+            batch,
+            counts,
+            dataclasses.replace(fixed, **numbers),
+            filtering_on=filter.active,
+            max_segments=max_segments,
+        )
+
+    def with_gradient(differentiable, fixed_arrays):
+        ready, given = logprobs.Ready(*differentiable, *fixed_arrays[0]), fixed_arrays[1]
+
+        def derivative(scores: TokenScores) -> TokenScores:
+            return jax.grad(lambda s: loss_of(s, given)[0])(scores)
+
+        scores, gradient = _scores_and_gradient(spec, ready, derivative, chunk_size, lanes)
+        return loss_of(scores, given), gradient
+
+    @jax.custom_vjp
+    def total(differentiable, fixed_arrays):
+        ready, given = logprobs.Ready(*differentiable, *fixed_arrays[0]), fixed_arrays[1]
+        return loss_of(logprobs.ready_scores(spec, ready, chunk_size, lanes), given)
+
+    def backward(gradient, cotangents):
+        loss_cotangent, _ = cotangents  # metrics carry no gradient
+        return jax.tree.map(lambda g: (g * loss_cotangent).astype(g.dtype), gradient), None
+
+    total.defvjp(with_gradient, backward)
+    ready = logprobs.prepare(
+        policy, params, batch.tokens, batch.positions, batch.segment_ids, batch.token_mask
+    )
+    differentiable, rest = (ready.head, ready.hidden), (ready.targets, ready.scored)
+    return total(differentiable, (rest, (batch, counts, numbers)))
+
+
+def _scores_and_gradient(
+    spec: logprobs.Spec,
+    ready: logprobs.Ready,
+    derivative: Callable[[TokenScores], TokenScores],
+    chunk_size: int,
+    lanes: int = 1,
+) -> tuple[TokenScores, tuple[Head, jax.Array]]:
+    """Score in chunks, and take each chunk's gradient while its logits are there.
+
+    Three products with the head a chunk, where scores that are differentiated later need four:
+    nothing is computed again. An `unembed` that is not linear repeats its product for its own
+    derivative.
+
+    Args:
+      spec, ready: what to score.
+      derivative: scores [B, T] -> what the gradient of each score is to be multiplied by, [B, T].
+        Entry `t` may depend on the scores of entry `t` alone: scores of later chunks are still 0.
+      chunk_size, lanes: as in `token_scores`.
+
+    Returns:
+      The scores [B, T], 0 where nothing is scored; and the gradients of head and hidden states.
+    """
+    head, hidden, targets, scored = ready
+    rows, width = targets.shape
+    tokens_a_lane, chunk = logprobs.lane_and_chunk(rows, width, chunk_size, lanes)
+
+    def to_lanes(x: jax.Array) -> jax.Array:
+        return x.reshape(lanes, tokens_a_lane, *x.shape[2:])
+
+    def to_rows(x: jax.Array) -> jax.Array:
+        return x.reshape(rows, width, *x.shape[2:])
+
+    take = jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))
+    put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop", unique_indices=True))
+    order = jnp.argsort(~to_lanes(scored), axis=-1, stable=True)
+    # Beyond the end of a lane: reads 0, writes nothing.
+    beyond = tokens_a_lane + jnp.arange(-tokens_a_lane % chunk, dtype=order.dtype)
+    order = jnp.concatenate([order, jnp.broadcast_to(beyond, (lanes, beyond.size))], axis=1)
+    chunks = -(-jnp.max(jnp.sum(to_lanes(scored), axis=-1)) // chunk)
+
+    def block(at: jax.Array):
+        h, y = take(to_lanes(hidden), at), take(to_lanes(targets), at)
+        scores, residuals = logprobs.score_forward(spec, spec.unembed(head, h), y)
+        return h, scores, residuals
+
+    def body(i: jax.Array, carry):
+        scores, d_head, d_hidden = carry
+        at = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk, axis=1)
+        on = take(to_lanes(scored), at)
+        h, new, residuals = block(at)
+        scores = jax.tree.map(lambda x, s: put(x, at, jnp.where(on, s, 0)), scores, new)
+        upstream = derivative(jax.tree.map(to_rows, scores))
+        upstream = jax.tree.map(lambda g: jnp.where(on, take(to_lanes(g), at), 0), upstream)
+        d_logits = logprobs.score_backward(spec, residuals, upstream)[0]
+        d_head, d_h = logprobs.pull_back(spec, head, h, d_logits, d_head)
+        return scores, d_head, put(d_hidden, at, d_h)
+
+    shapes = jax.eval_shape(lambda: block(order[:, :chunk])[1])
+    scores = jax.tree.map(lambda s: jnp.zeros((lanes, tokens_a_lane), s.dtype), shapes)
+    # A sum for each lane, so that on a mesh the lanes meet once, after the loop.
+    wide = lambda w: jnp.promote_types(w.dtype, jnp.float32)  # noqa: E731
+    d_head = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), wide(w)), head)
+    start = (scores, d_head, jnp.zeros_like(to_lanes(hidden)))
+    scores, d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, start)
+    d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
+    return jax.tree.map(to_rows, scores), (d_head, to_rows(d_hidden))
