@@ -181,29 +181,35 @@ def _scores_and_gradient(
     order = jnp.concatenate([order, jnp.broadcast_to(beyond, (lanes, beyond.size))], axis=1)
     chunks = -(-jnp.max(jnp.sum(to_lanes(scored), axis=-1)) // chunk)
 
-    def block(at: jax.Array):
-        h, y = take(to_lanes(hidden), at), take(to_lanes(targets), at)
+    # Moved once, outside the loop: a mesh that shares hidden states out by width would otherwise
+    # collect all of them for every chunk.
+    in_order = (order, *(take(to_lanes(x), order) for x in (hidden, targets, scored)))
+
+    def forward(start: jax.Array | int):
+        part = (jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1) for x in in_order)
+        at, h, y, on = part
         scores, residuals = logprobs.score_forward(spec, spec.unembed(head, h), y)
-        return h, scores, residuals
+        return at, h, on, scores, residuals
 
     def body(i: jax.Array, carry):
         scores, d_head, d_hidden = carry
-        at = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk, axis=1)
-        on = take(to_lanes(scored), at)
-        h, new, residuals = block(at)
+        start = i * chunk
+        at, h, on, new, residuals = forward(start)
         scores = jax.tree.map(lambda x, s: put(x, at, jnp.where(on, s, 0)), scores, new)
         upstream = derivative(jax.tree.map(to_rows, scores))
         upstream = jax.tree.map(lambda g: jnp.where(on, take(to_lanes(g), at), 0), upstream)
         d_logits = logprobs.score_backward(spec, residuals, upstream)[0]
         d_head, d_h = logprobs.pull_back(spec, head, h, d_logits, d_head)
-        return scores, d_head, put(d_hidden, at, d_h)
+        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, start, axis=1)
+        return scores, d_head, d_hidden
 
-    shapes = jax.eval_shape(lambda: block(order[:, :chunk])[1])
+    shapes = jax.eval_shape(lambda: forward(0)[3])
     scores = jax.tree.map(lambda s: jnp.zeros((lanes, tokens_a_lane), s.dtype), shapes)
     # A sum for each lane, so that on a mesh the lanes meet once, after the loop.
     wide = lambda w: jnp.promote_types(w.dtype, jnp.float32)  # noqa: E731
     d_head = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), wide(w)), head)
-    start = (scores, d_head, jnp.zeros_like(to_lanes(hidden)))
-    scores, d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, start)
+    nothing = (scores, d_head, jnp.zeros_like(in_order[1]))
+    scores, d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, nothing)
+    d_hidden = put(jnp.zeros_like(to_lanes(hidden)), order, d_hidden)
     d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
     return jax.tree.map(to_rows, scores), (d_head, to_rows(d_hidden))
