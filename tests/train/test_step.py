@@ -151,6 +151,26 @@ def test_a_mesh_changes_nothing_in_double_precision(config, mesh, micro_batches,
     assert_same(one[1], many[1], 1e-6)
 
 
+def test_filters_on_a_mesh_change_nothing_in_double_precision(x64):
+    """Sequences with Dr. GRPO's constant: on the mesh in a single pass, though tokens leave."""
+    kept = FilterConfig(temperature=0.9, top_k=6, top_p=0.95)
+    config = LossConfig(token_level_loss=False, loss_normalizer=4.0, entropy_bonus=0.1)
+    batch, params, transform = make_batch(dtype=np.float64), make_params(), make_optimizer()
+    found = []
+    for mesh, options in [(None, {}), (MESHES["data_fsdp_tensor"], {"chunk_size": 3})]:
+        places, placed = None, batch
+        if mesh is not None:
+            mesh = make_mesh(mesh)
+            shapes = state.abstract(params, transform.transform)
+            places = state.placement(shapes, transform.transform, mesh, say=lambda text: None)
+            placed, options = rules.place(batch, mesh), options | {"micro_batches": 2}
+        gradient = step.make_gradient_step(bigram_policy(), config, kept, places=places, **options)
+        found.append(jax.device_get(gradient(params, placed, masks.count(batch))))
+    assert_same(*found, 1e-10)
+    assert found[0][2]["policy_support_excluded_tokens"] > 0
+    assert max(np.abs(g).max() for g in jax.tree.leaves(found[0][1])) > 1e-3
+
+
 def test_rows_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"batch of 16 rows does not divide over 3 micro-batches"):
         run(make_batch(), micro_batches=3)
