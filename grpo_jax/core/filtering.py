@@ -17,12 +17,15 @@ Symbols: `V` vocabulary, `z` scaled logits, `...` any leading shape.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-_FEW = 1024  # up to so many values `lax.top_k` beats counting passes over the row
+_FEW = 1024  # up to so many values `lax.top_k` beats a search on CPU
+_NUCLEUS = 256  # tokens that most nuclei of a language model stay below
+_GUESSES = 4  # interpolations, and as many halvings, before a search walks the bits
 _BLOCK = 256  # ids a block in the two-level search for a running sum
 
 
@@ -38,6 +41,8 @@ class FilterConfig:
         and more are off, 0 and less keep exactly one token.
       min_p: keep the tokens at least this likely (fraction) compared with the most likely one; 0 is
         off.
+      vocabulary: how many ids the tokenizer knows; logits of the ids from there on, which pad a
+        model's matrix, count as -inf. None: all of the model's.
 
     Raises:
       ValueError: a value is out of range, or is not a number.
@@ -47,6 +52,7 @@ class FilterConfig:
     top_k: int | None = None
     top_p: float | None = 1.0
     min_p: float = 0.0
+    vocabulary: int | None = None
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -66,6 +72,10 @@ class FilterConfig:
             raise ValueError("top_p=nan must be a fraction of probability mass; 1.0 turns it off")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p={self.min_p} must lie between 0.0 (off) and 1.0")
+        if self.vocabulary is not None and self.vocabulary < 1:
+            raise ValueError(
+                f"vocabulary={self.vocabulary} must be at least 1, or None for the model's own"
+            )
 
     @property
     def uses_top_k(self) -> bool:
@@ -109,13 +119,20 @@ def check_trainable(config: FilterConfig) -> None:
 
 
 def check_vocabulary(config: FilterConfig, vocabulary: int) -> None:
-    """Refuse, where a run is put together, a top-k that the vocabulary cannot fill.
+    """Refuse, where a run is put together, what the model's vocabulary cannot fill.
 
     The filters themselves keep everything then; in a configuration it is a slip.
 
     Raises:
-      ValueError: top_k exceeds the vocabulary.
+      ValueError: top_k exceeds the vocabulary, or `config.vocabulary` exceeds the model's.
     """
+    if config.vocabulary is not None:
+        if config.vocabulary > vocabulary:
+            raise ValueError(
+                f"vocabulary={config.vocabulary} is more than the model's {vocabulary} tokens; "
+                "lower it, or use None for all of them"
+            )
+        vocabulary = config.vocabulary
     if config.uses_top_k and config.top_k is not None and config.top_k > vocabulary:
         raise ValueError(
             f"top_k={config.top_k} is more than the vocabulary of {vocabulary} tokens; "
@@ -123,22 +140,51 @@ def check_vocabulary(config: FilterConfig, vocabulary: int) -> None:
         )
 
 
-def scale(logits: jax.Array, temperature: float) -> jax.Array:
-    """Divide logits by the temperature, in float32 or better; 0 leaves them as they are."""
+def scale(logits: jax.Array, config: FilterConfig) -> jax.Array:
+    """Divide logits [..., V] by the temperature, and rule out ids beyond the vocabulary.
+
+    Returns:
+      f32[..., V], or float64 where the logits are; a temperature of 0 leaves them as they are.
+    """
     z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return z if temperature in (0.0, 1.0) else z / temperature
+    if config.temperature not in (0.0, 1.0):
+        z = z / config.temperature
+    if config.vocabulary is None or config.vocabulary >= z.shape[-1]:
+        return z
+    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+    return jnp.where(ids < config.vocabulary, z, -jnp.inf)
 
 
-def support(z: jax.Array, config: FilterConfig) -> Support:
+def support(z: jax.Array, config: FilterConfig, *, spread: bool = False) -> Support:
     """Find the tokens that top-k, then top-p, then min-p keep.
+
+    There are two ways to the same set. A search by sums over whole rows is all that accelerators
+    and meshes see: there `lax.top_k` sorts the vocabulary, or collects it on every device. On a
+    CPU rows are walked one by one, so that the passes of a search stay in cache, and `lax.top_k`
+    looks among the most likely tokens first.
 
     Args:
       z: f32[..., V] scaled logits; -inf entries are never kept.
       config: the filters; the temperature is not read.
+      spread: the rows or their vocabulary are spread over a mesh.
 
     Returns:
       The kept set of each row.
     """
+    if spread:
+        return _support(z, config, few=False)
+
+    def row_by_row(z: jax.Array) -> Support:
+        found = jax.lax.map(lambda row: _support(row, config, few=True), z.reshape(-1, z.shape[-1]))
+        return jax.tree.map(lambda x: x.reshape(z.shape[:-1]), found)
+
+    return jax.lax.platform_dependent(
+        z, cpu=row_by_row, default=lambda z: _support(z, config, few=False)
+    )
+
+
+def _support(z: jax.Array, config: FilterConfig, few: bool) -> Support:
+    """Apply the filters in their order; `few`: with the help of `lax.top_k`."""
     vocabulary = z.shape[-1]
     peak = jnp.max(z, axis=-1)
     found = Support(
@@ -147,9 +193,13 @@ def support(z: jax.Array, config: FilterConfig) -> Support:
     )
     largest = None
     if config.uses_top_k and config.top_k is not None and config.top_k < vocabulary:
-        largest, kth = _k_largest(z, int(config.top_k))
+        if few and config.top_k <= _FEW:
+            largest = _few_largest(z, int(config.top_k))
+        kth = largest[..., -1] if largest is not None else _kth_largest(z, peak, config.top_k)
         found = found._replace(threshold=kth)
     if config.uses_top_p and config.top_p is not None:
+        if few and largest is None:
+            largest = _few_largest(z, min(_NUCLEUS, vocabulary))
         found = _top_p(z, peak, found, largest, float(config.top_p))
     if config.min_p > 0.0:
         # p_v >= min_p · p_max  ⇔  z_v >= z_max + log(min_p)
@@ -180,7 +230,7 @@ def apply_filters(logits: jax.Array, config: FilterConfig) -> jax.Array:
     Returns:
       f32[..., V].
     """
-    z = scale(logits, config.temperature)
+    z = scale(logits, config)
     if not config.active:
         return z
     return jnp.where(kept(z, support(z, config)), z, -jnp.inf)
@@ -229,16 +279,17 @@ def _first_beyond(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax
     return index, at
 
 
-def _k_largest(z: jax.Array, k: int) -> tuple[jax.Array | None, jax.Array]:
-    """Return the k largest values of each row in falling order (None for large k), and the k-th."""
-    if k > _FEW:
-        return None, _bisect(
-            lambda t: jnp.sum(z >= t[..., None], axis=-1) >= k,
-            failing=jnp.full(z.shape[:-1], jnp.inf, z.dtype),
-            holding=jnp.full(z.shape[:-1], -jnp.inf, z.dtype),
-        )
-    values = _few_largest(z, k)
-    return values, values[..., -1]
+def _kth_largest(z: jax.Array, peak: jax.Array, k: int) -> jax.Array:
+    """Return the k-th largest value of each row, -inf where fewer are finite."""
+    finite = z > -jnp.inf
+    smallest = jnp.min(jnp.where(finite, z, jnp.inf), axis=-1)
+
+    def above(threshold: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(z > threshold[..., None], 1.0, 0.0).astype(z.dtype), axis=-1)
+
+    goal = jnp.full(peak.shape, k, z.dtype)
+    found = _first_below(above, goal, holding=peak, failing=jnp.nextafter(smallest, -jnp.inf))
+    return jnp.where(jnp.sum(finite, axis=-1) < k, -jnp.inf, found)
 
 
 def _few_largest(z: jax.Array, k: int) -> jax.Array:
@@ -261,16 +312,16 @@ def _top_p(
     def mass_above(threshold: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(z > threshold[..., None], weight, 0.0), axis=-1)
 
-    few = _few_largest(z, min(_FEW, z.shape[-1])) if largest is None else largest
-    cut, covered = _cut_among(few, peak, goal)
-    if largest is None and few.shape[-1] < z.shape[-1]:
+    def search() -> jax.Array:
         # Tokens of weight up to (1 - p)/V together hold at most 1 - p, so the cut lies above them.
         floor = peak + (math.log(max(1.0 - p, 1e-30) / z.shape[-1]) - 0.5)
         below = jnp.maximum(floor, jnp.nextafter(found.threshold, -jnp.inf))
+        return _first_below(mass_above, goal, holding=peak, failing=below)
 
-        def search() -> jax.Array:
-            return _bisect(lambda t: mass_above(t) < goal, failing=below, holding=peak)
-
+    if largest is None:
+        cut = search()
+    else:
+        cut, covered = _cut_among(largest, peak, goal)
         # A row's answer must not depend on its neighbours, so covered rows never take the search's.
         far = jax.lax.cond(jnp.all(covered), lambda: cut, search)
         cut = jnp.where(covered, cut, far)
@@ -288,24 +339,65 @@ def _cut_among(largest: jax.Array, peak: jax.Array, goal: jax.Array) -> tuple[ja
 
 def _last_tie(z: jax.Array, peak: jax.Array, cut: jax.Array, missing: jax.Array) -> jax.Array:
     """Return the last id to keep among the logits equal to the cut, smallest ids first."""
-    ties = (z == cut[..., None]).astype(z.dtype)
-    count = jnp.sum(ties, axis=-1)
+    vocabulary = z.shape[-1]
+    ties = z == cut[..., None]
+    ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
     wanted = jnp.clip(jnp.ceil(missing / jnp.exp(cut - peak)), 1.0, None)
-    everything = jnp.full(cut.shape, z.shape[-1] - 1, jnp.int32)
+    everything = jnp.full(cut.shape, vocabulary - 1, jnp.int32)
+
+    def halve(_, ends):
+        too_few, enough = ends
+        middle = too_few + (enough - too_few) // 2
+        count = jnp.sum(ties & (ids <= middle[..., None]), axis=-1)
+        good = count >= wanted
+        return jnp.where(good, too_few, middle), jnp.where(good, middle, enough)
 
     def search() -> jax.Array:
-        last = invert_running_sum(ties, jnp.minimum(wanted, count) - 0.5)
-        return jnp.where(wanted < count, last, everything)
+        start = (jnp.full_like(everything, -1), everything)
+        return jax.lax.fori_loop(0, vocabulary.bit_length(), halve, start)[1]
 
-    return jax.lax.cond(jnp.any(wanted < count), search, lambda: everything)
+    return jax.lax.cond(jnp.any(wanted < jnp.sum(ties, axis=-1)), search, lambda: everything)
+
+
+def _first_below(
+    above: Callable[[jax.Array], jax.Array], goal: jax.Array, holding: jax.Array, failing: jax.Array
+) -> jax.Array:
+    """Return the smallest float at which a falling function of it is below a goal.
+
+    A few interpolations with halvings between come close; then the bit patterns are halved. Every
+    float between the ends is a candidate, so the answer is exact: where the function counts or
+    weighs the entries above a value, it is an entry of that row.
+
+    Args:
+      above: f[...] -> f[...], falling.
+      goal: f[...].
+      holding: a value where `above` is below the goal, f[...].
+      failing: a smaller one where it is not, f[...].
+    """
+
+    def narrow(i: jax.Array, state):
+        near, far, at_near, at_far = state
+        share = (goal - at_near) / (at_far - at_near)
+        share = jnp.where(i % 2 == 0, jnp.clip(share, 0.02, 0.98), 0.5)
+        middle = near + share * (far - near)
+        # The ends may be the same float; a row of NaN may give anything that ends.
+        middle = jnp.clip(middle, far, near)
+        value = above(middle)
+        good = value < goal
+        return (
+            jnp.where(good, middle, near),
+            jnp.where(good, far, middle),
+            jnp.where(good, value, at_near),
+            jnp.where(good, at_far, value),
+        )
+
+    start = (holding, failing, above(holding), above(failing))
+    near, far, *_ = jax.lax.fori_loop(0, 2 * _GUESSES, narrow, start)
+    return _bisect(lambda t: above(t) < goal, failing=far, holding=near)
 
 
 def _bisect(holds, failing: jax.Array, holding: jax.Array) -> jax.Array:
-    """Bisect the bit patterns of floats between two ends to the last value where a test holds.
-
-    `holds` is monotone between the ends. Every float between them is a candidate, so the answer is
-    exact: where the test counts or weighs entries of a row, it is an entry of that row.
-    """
+    """Halve the bit patterns of floats between two ends, to the last one where a test holds."""
 
     def halve(ends):
         near, far = ends

@@ -29,7 +29,7 @@ from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Head, Params, Policy, UnembedFn
 
-_VOCABULARY_BLOCK = 8192  # rows of the head's gradient that are computed at one time, at most
+_VOCABULARY_BLOCK = 4096  # rows of the head's gradient that a device computes at one time, at most
 
 
 class Spec(NamedTuple):
@@ -41,6 +41,7 @@ class Spec(NamedTuple):
     unfiltered: bool
     entropy: bool
     kept_mass: bool
+    head_shards: int | None = None
 
 
 class Ready(NamedTuple):
@@ -65,6 +66,7 @@ def token_scores(
     kept_mass: bool = False,
     chunk_size: int | None = None,
     mask: jax.Array | None = None,
+    kept_ids: jax.Array | None = None,
     lanes: int = 1,
 ) -> TokenScores:
     """Score every token of a batch under a policy.
@@ -92,6 +94,9 @@ def token_scores(
       chunk_size: tokens whose logits exist at one time in each lane; None takes the whole path.
       mask: bool[B, T], the tokens to score; the rest score 0. On the chunked path they cost no
         head. None scores everything that has a predecessor.
+      kept_ids: i32[B, T, K], the tokens that an engine kept where it drew `tokens[:, t]`, in any
+        order; negative entries are padding. They replace top-k, top-p and min-p: a token that is
+        not among them has log-probability −inf, repeated ids count once.
       lanes: how many parts the rows are cut into, each with chunks of its own. Where rows are
         sharded over a mesh, the number of shards keeps chunks from mixing devices.
 
@@ -99,21 +104,38 @@ def token_scores(
       Scores [B, T] in nats (kept mass: fraction), float32, or float64 where the logits are.
 
     Raises:
-      ValueError: the temperature is 0, chunk_size is not positive, or lanes do not divide the rows.
+      ValueError: the temperature is 0, chunk_size is not positive, lanes do not divide the rows, or
+        kept_ids meet a filter or have another shape.
     """
     filtering.check_trainable(filter)
-    spec = Spec(policy.unembed, policy.row_wise_head, filter, unfiltered, entropy, kept_mass)
+    if kept_ids is not None:
+        _check_kept_ids(kept_ids, tokens, filter)
+    spec = Spec(
+        policy.unembed,
+        policy.row_wise_head,
+        filter,
+        unfiltered,
+        entropy,
+        kept_mass,
+        policy.head_shards,
+    )
     ready = prepare(policy, params, tokens, positions, segment_ids, mask)
-    return ready_scores(spec, ready, chunk_size, lanes)
+    return ready_scores(spec, ready, chunk_size, lanes, kept_ids)
 
 
-def ready_scores(spec: Spec, ready: Ready, chunk_size: int | None, lanes: int = 1) -> TokenScores:
+def ready_scores(
+    spec: Spec,
+    ready: Ready,
+    chunk_size: int | None,
+    lanes: int = 1,
+    kept_ids: jax.Array | None = None,
+) -> TokenScores:
     """Score what `prepare` returned; arguments and result as in `token_scores`."""
     head, hidden, targets, scored = ready
     if chunk_size is None:
-        scores = _score(spec, spec.unembed(head, hidden), targets)
+        scores = _score(spec, spec.unembed(head, hidden), targets, kept_ids)
     else:
-        scores = _score_in_chunks(spec, head, hidden, targets, scored, chunk_size, lanes)
+        scores = _score_in_chunks(spec, head, hidden, targets, kept_ids, scored, chunk_size, lanes)
     # A token that is not scored has hidden state 0: its score is finite, and dropped here.
     return jax.tree.map(lambda x: jnp.where(scored, x, 0), scores)
 
@@ -144,6 +166,19 @@ def has_predecessor(segment_ids: jax.Array) -> jax.Array:
     return (segment_ids != 0) & (segment_ids == before)
 
 
+def _check_kept_ids(kept_ids: jax.Array, tokens: jax.Array, filter: FilterConfig) -> None:
+    if filter.active:
+        raise ValueError(
+            f"kept_ids are the kept set already, and {filter} would cut it again; turn top_k, "
+            "top_p and min_p off, or leave kept_ids out"
+        )
+    if kept_ids.ndim != 3 or kept_ids.shape[:2] != tokens.shape:
+        raise ValueError(
+            f"kept_ids{list(kept_ids.shape)} must be [B, T, K] for tokens{list(tokens.shape)}; "
+            "pad each token's list with -1"
+        )
+
+
 def previous(x: jax.Array) -> jax.Array:
     """Shift [B, T, ...] by one: entry t holds entry t - 1, entry 0 holds zeros."""
     return jnp.pad(x, [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))[:, :-1]
@@ -157,25 +192,31 @@ class _Saved(NamedTuple):
 
     log_total: jax.Array  # f32[...] log Σ_v exp z_v
     log_kept: jax.Array  # f32[...] log Σ_{v kept} exp z_v
-    support: filtering.Support
+    support: filtering.Support | None
+    kept_ids: jax.Array | None  # i32[..., K]
     supported: jax.Array  # bool[...] the token is kept
     entropy: jax.Array | None  # f32[...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score(spec: Spec, logits: jax.Array, targets: jax.Array) -> TokenScores:
-    """Score targets [...] under logits [..., V]."""
-    return score_forward(spec, logits, targets)[0]
+def _score(
+    spec: Spec, logits: jax.Array, targets: jax.Array, kept_ids: jax.Array | None = None
+) -> TokenScores:
+    """Score targets [...] under logits [..., V]; kept_ids [..., K] replace the filters."""
+    return score_forward(spec, logits, targets, kept_ids)[0]
 
 
-def score_forward(spec: Spec, logits: jax.Array, targets: jax.Array):
+def score_forward(spec: Spec, logits, targets, kept_ids=None):
     """Score targets [...] under logits [..., V]; also return what `score_backward` wants."""
-    z = filtering.scale(logits, spec.filter.temperature)
+    z = filtering.scale(logits, spec.filter)
     peak = jnp.max(z, axis=-1)
     shifted = z - peak[..., None]
     total = jnp.sum(jnp.exp(shifted), axis=-1)
     log_total = peak + jnp.log(total)
-    z_target = jnp.take_along_axis(z, targets[..., None], axis=-1).squeeze(-1)
+    if spec.head_shards is None:
+        z_target = jnp.take_along_axis(z, targets[..., None], axis=-1).squeeze(-1)
+    else:  # a sum stays on the devices that share a row, where a gather may collect the row first
+        z_target = jnp.sum(jnp.where(_at(targets, z), z, 0.0), axis=-1)
     # NaN or +inf in a row, or nothing finite, must not look like a token outside the support.
     sound = jnp.isfinite(peak)
     unfiltered = jnp.where(sound, z_target - log_total, jnp.nan)
@@ -184,50 +225,74 @@ def score_forward(spec: Spec, logits: jax.Array, targets: jax.Array):
         # H = log Σ exp z − Σ p z, with 0 · (−inf) = 0
         weighted = jnp.where(shifted > -jnp.inf, jnp.exp(shifted) * shifted, 0.0)
         entropy = jnp.log(total) - jnp.sum(weighted, axis=-1) / total
-    if not spec.filter.active:
-        scores = TokenScores(
-            logprobs=unfiltered,
-            unfiltered=unfiltered if spec.unfiltered else None,
-            entropy=entropy,
-            kept_mass=jnp.ones_like(log_total) if spec.kept_mass else None,
-        )
-        nothing = filtering.Support(log_total, targets)  # never read
-        supported = unfiltered > -jnp.inf
-        return scores, (logits, targets, _Saved(log_total, log_total, nothing, supported, entropy))
-    found = filtering.support(z, spec.filter)
-    inside = filtering.kept(z, found)
-    log_kept = peak + jnp.log(jnp.sum(jnp.where(inside, jnp.exp(shifted), 0.0), axis=-1))
-    supported = (z_target > found.threshold) | (
-        (z_target == found.threshold) & (targets <= found.last_id)
-    )
-    logprobs = jnp.where(supported, z_target - log_kept, -jnp.inf)
+    support = None
+    if spec.filter.active:
+        support = filtering.support(z, spec.filter, spread=spec.head_shards is not None)
+    inside = _inside(z, support, kept_ids)
+    if inside is None:
+        log_kept, logprobs, supported = log_total, unfiltered, True
+    else:
+        log_kept = peak + jnp.log(jnp.sum(jnp.where(inside, jnp.exp(shifted), 0.0), axis=-1))
+        if support is None:
+            supported = jnp.any(kept_ids == targets[..., None], axis=-1)
+        else:
+            supported = (z_target > support.threshold) | (
+                (z_target == support.threshold) & (targets <= support.last_id)
+            )
+        logprobs = jnp.where(supported, z_target - log_kept, -jnp.inf)
+        logprobs = jnp.where(sound, logprobs, jnp.nan)
     scores = TokenScores(
-        logprobs=jnp.where(sound, logprobs, jnp.nan),
+        logprobs=logprobs,
         unfiltered=unfiltered if spec.unfiltered else None,
         entropy=entropy,
         kept_mass=jnp.exp(log_kept - log_total) if spec.kept_mass else None,
     )
     supported = supported & (z_target > -jnp.inf)
-    return scores, (logits, targets, _Saved(log_total, log_kept, found, supported, entropy))
+    saved = _Saved(log_total, log_kept, support, kept_ids, supported, entropy)
+    return scores, (logits, targets, saved)
+
+
+def _at(targets: jax.Array, z: jax.Array) -> jax.Array:
+    """Mark each row's target, bool[..., V]."""
+    return jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1) == targets[..., None]
+
+
+def _inside(
+    z: jax.Array, support: filtering.Support | None, kept_ids: jax.Array | None
+) -> jax.Array | None:
+    """Spell the kept set out as bool[..., V]; None where everything is kept."""
+    if support is not None:
+        return filtering.kept(z, support)
+    if kept_ids is None:
+        return None
+    vocabulary = z.shape[-1]
+
+    def mark(ids: jax.Array) -> jax.Array:
+        ids = jnp.where(ids < 0, vocabulary, ids)  # negative ids would count from the end
+        return jnp.zeros(vocabulary, bool).at[ids].set(True, mode="drop")
+
+    for _ in kept_ids.shape[:-1]:
+        mark = jax.vmap(mark)
+    return mark(kept_ids) & (z > -jnp.inf)
 
 
 def score_backward(spec: Spec, residuals, cotangents: TokenScores):
     """Apply d logp/dz_v = 1[v = y] − p_v and dH/dz_v = −p_v (log p_v + H), over the temperature."""
     logits, targets, saved = residuals
-    z = filtering.scale(logits, spec.filter.temperature)
+    z = filtering.scale(logits, spec.filter)
+    inside = _inside(z, saved.support, saved.kept_ids)
     # −inf in value: no gradient, whatever arrives from above.
     d_kept = jnp.where(saved.supported, cotangents.logprobs, 0.0)
     d_total = jnp.zeros_like(d_kept) if cotangents.unfiltered is None else cotangents.unfiltered
-    if not spec.filter.active:
-        d_total = d_total + d_kept
-    needs_total = not spec.filter.active or spec.unfiltered or spec.entropy
+    d_target = d_total + d_kept
+    if inside is None:
+        d_total = d_target
     used = d_kept != 0
     dz = jnp.zeros_like(z)
-    if spec.filter.active:
-        inside = filtering.kept(z, saved.support)
+    if inside is not None:
         p_kept = jnp.where(inside, jnp.exp(z - saved.log_kept[..., None]), 0.0)
         dz = dz - d_kept[..., None] * p_kept
-    if needs_total:
+    if inside is None or spec.unfiltered or spec.entropy:
         log_p = z - saved.log_total[..., None]
         p = jnp.exp(log_p)
         used = used | (d_total != 0)
@@ -236,13 +301,11 @@ def score_backward(spec: Spec, residuals, cotangents: TokenScores):
             used = used | (cotangents.entropy != 0)
             inner = jnp.where(log_p > -jnp.inf, p * (log_p + saved.entropy[..., None]), 0.0)
             dz = dz - cotangents.entropy[..., None] * inner
-    d_target = d_total + d_kept if spec.filter.active else d_total
-    ids = jax.lax.broadcasted_iota(targets.dtype, z.shape, z.ndim - 1)
-    dz = dz + jnp.where(ids == targets[..., None], d_target[..., None], 0.0)
+    dz = dz + jnp.where(_at(targets, z), d_target[..., None], 0.0)
     if spec.filter.temperature != 1.0:
         dz = dz / spec.filter.temperature
     # A row that nothing depends on gives exactly 0, also where its logits are NaN.
-    return jnp.where(used[..., None], dz, 0.0).astype(logits.dtype), None
+    return jnp.where(used[..., None], dz, 0.0).astype(logits.dtype), None, None
 
 
 _score.defvjp(score_forward, score_backward)
@@ -256,6 +319,7 @@ def _score_in_chunks(
     head: Head,
     hidden: jax.Array,
     targets: jax.Array,
+    kept_ids: jax.Array | None,
     scored: jax.Array,
     chunk_size: int,
     lanes: int,
@@ -281,7 +345,8 @@ def _score_in_chunks(
         )
         return x.reshape(rows, width)
 
-    scores = _chunked(spec, chunk, head, front(hidden), front(targets), chunks)
+    in_front = jax.tree.map(front, (hidden, targets, kept_ids))
+    scores = _chunked(spec, chunk, head, *in_front, chunks)
     return jax.tree.map(back, scores)
 
 
@@ -295,8 +360,8 @@ def lane_and_chunk(rows: int, width: int, chunk_size: int, lanes: int) -> tuple[
     return tokens_a_lane, min(chunk_size, tokens_a_lane)
 
 
-def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+def _slices(tree, start: jax.Array, size: int):
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1), tree)
 
 
 def _put(x: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
@@ -310,13 +375,14 @@ def _chunked(
     head: Head,
     hidden: jax.Array,
     targets: jax.Array,
+    kept_ids: jax.Array | None,
     chunks: jax.Array,
 ) -> TokenScores:
     """Score targets [S, M] in `chunks` slices of the M axis; tokens beyond them score 0."""
 
     def one(start: jax.Array) -> TokenScores:
-        logits = spec.unembed(head, _slice(hidden, start, chunk))
-        return _score(spec, logits, _slice(targets, start, chunk))
+        h, y, ids = _slices((hidden, targets, kept_ids), start, chunk)
+        return _score(spec, spec.unembed(head, h), y, ids)
 
     def body(i: jax.Array, scores: TokenScores) -> TokenScores:
         start = i * chunk
@@ -327,26 +393,23 @@ def _chunked(
     return jax.lax.fori_loop(0, chunks, body, empty)
 
 
-def _chunked_forward(spec, chunk, head, hidden, targets, chunks):
-    scores = _chunked(spec, chunk, head, hidden, targets, chunks)
-    return scores, (head, hidden, targets, chunks)
+def _chunked_forward(spec, chunk, head, hidden, targets, kept_ids, chunks):
+    scores = _chunked(spec, chunk, head, hidden, targets, kept_ids, chunks)
+    return scores, (head, hidden, targets, kept_ids, chunks)
 
 
 def _chunked_backward(spec, chunk, residuals, cotangents):
     """Recompute each chunk's logits, and add up the head's gradient over chunks and lanes."""
-    head, hidden, targets, chunks = residuals
+    head, hidden, targets, kept_ids, chunks = residuals
     lanes = targets.shape[0]
-
-    def logits_gradient(h: jax.Array, y: jax.Array, upstream: TokenScores) -> jax.Array:
-        _, pull = jax.vjp(lambda z: _score(spec, z, y), spec.unembed(head, h))
-        return pull(upstream)[0]
 
     def body(i: jax.Array, carry):
         d_head, d_hidden = carry
         start = i * chunk
-        h, y = _slice(hidden, start, chunk), _slice(targets, start, chunk)
-        upstream = jax.tree.map(lambda g: _slice(g, start, chunk), cotangents)
-        d_logits = jax.vmap(logits_gradient)(h, y, upstream)
+        per_token = (hidden, targets, kept_ids, cotangents)
+        h, y, ids, upstream = _slices(per_token, start, chunk)
+        _, block = score_forward(spec, spec.unembed(head, h), y, ids)
+        d_logits = score_backward(spec, block, upstream)[0]
         d_head, d_h = pull_back(spec, head, h, d_logits, d_head)
         return d_head, _put(d_hidden, d_h, start)
 
@@ -354,7 +417,7 @@ def _chunked_backward(spec, chunk, residuals, cotangents):
     nothing = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), _wide(w)), head)
     d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, (nothing, jnp.zeros_like(hidden)))
     d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
-    return d_head, d_hidden, None, None
+    return d_head, d_hidden, None, None, None
 
 
 def _wide(x: jax.Array):
@@ -371,27 +434,39 @@ def pull_back(
 
     over_lanes = jax.vmap(lane, in_axes=(None, 0, 0))
     vocabulary = d_logits.shape[-1]
-    block = _block_size(vocabulary) if spec.row_wise_head else vocabulary
-    if block == vocabulary:
+    # A block takes the same part of every shard, so that all devices walk theirs at once.
+    shards = spec.head_shards or 1
+    stripes = 1 if vocabulary % shards else shards
+    block = _block_size(vocabulary // stripes) if spec.row_wise_head else vocabulary // stripes
+    if stripes * block == vocabulary:
         part, d_h = over_lanes(head, h, d_logits)
         return jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, part), d_h
 
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        return x.reshape(*x.shape[:axis], stripes, -1, block, *x.shape[axis + 1 :])
+
+    def take(x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+        x = jax.lax.dynamic_index_in_dim(x, i, axis + 1, keepdims=False)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def add(total: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+        new = new.reshape(new.shape[0], stripes, block, *new.shape[2:])
+        new = new + jax.lax.dynamic_index_in_dim(total, i, 2, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, new, i, 2)
+
+    striped_head = jax.tree.map(lambda w: split(w, 0), head)
+    striped_logits = split(d_logits, d_logits.ndim - 1)
+
     def body(i: jax.Array, carry):
         d_head, d_h = carry
-        start = i * block
-        rows = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, start, block), head)
-        d_z = jax.lax.dynamic_slice_in_dim(d_logits, start, block, axis=-1)
-        part, d_h_part = over_lanes(rows, h, d_z)
-        d_head = jax.tree.map(
-            lambda total, new: _put(total, _slice(total, start, block) + new, start),
-            d_head,
-            part,
-        )
-        return d_head, d_h + d_h_part
+        rows = jax.tree.map(lambda w: take(w, i, 0), striped_head)
+        part, d_h_part = over_lanes(rows, h, take(striped_logits, i, d_logits.ndim - 1))
+        return jax.tree.map(lambda total, new: add(total, new, i), d_head, part), d_h + d_h_part
 
-    start = jnp.zeros(h.shape, _wide(h))
-    d_head, d_h = jax.lax.fori_loop(0, vocabulary // block, body, (d_head, start))
-    return d_head, d_h.astype(h.dtype)
+    total = jax.tree.map(lambda x: split(x, 1), d_head)
+    start = (total, jnp.zeros(h.shape, _wide(h)))
+    total, d_h = jax.lax.fori_loop(0, vocabulary // (stripes * block), body, start)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), total, d_head), d_h.astype(h.dtype)
 
 
 def _block_size(vocabulary: int) -> int:

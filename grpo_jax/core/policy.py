@@ -35,12 +35,15 @@ class Policy(NamedTuple):
     A head is row-wise when every one of its arrays has the vocabulary in front, and some of their
     rows give the logits of just those tokens: `unembed(head[a:b], h) = unembed(head, h)[..., a:b]`.
     Saying so lets the head's gradient be written block by block, without a second copy of it.
+    `head_shards` says that the arrays live on a mesh, and into how many parts it cuts those rows: a
+    block then takes a part of each, and filters use nothing but sums over rows. None: one device.
     """
 
     hidden: HiddenFn
     head: HeadFn
     unembed: UnembedFn
     row_wise_head: bool = False
+    head_shards: int | None = None
 
 
 class Decoder(NamedTuple):

@@ -101,6 +101,7 @@ def policy_loss(
         unfiltered=filter.active and config.kl_on,
         entropy=entropy or config.entropy_bonus_on,
         kept_mass=kept_mass,
+        head_shards=policy.head_shards,
     )
     fixed, numbers = row_blocks.without_tracers(config)
 

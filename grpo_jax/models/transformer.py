@@ -119,7 +119,8 @@ def policy_for(config: ModelConfig) -> Policy:
     def hidden(params: Params, tokens, positions, segment_ids) -> jax.Array:
         return module_for(config, params)(tokens, positions, segment_ids)
 
-    return Policy(hidden=hidden, head=functools.partial(head_of, config), unembed=unembed)
+    head = functools.partial(head_of, config)
+    return Policy(hidden=hidden, head=head, unembed=unembed, row_wise_head=True)
 
 
 def head_of(config: ModelConfig, params: Params) -> Head:

@@ -166,7 +166,7 @@ def draw(
       i32[N] tokens, and f32[N] log-probabilities in nats after temperature and filters; NaN where
       the logits hold NaN or +inf.
     """
-    z = filtering.scale(logits, filter.temperature)
+    z = filtering.scale(logits, filter)
     peak = jnp.max(z, axis=-1, keepdims=True)
     weight = jnp.exp(z - peak)
     if filter.active and not filter.greedy:

@@ -252,7 +252,7 @@ def rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
     def hidden(*arguments: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint(policy.hidden(*arguments), rows)
 
-    return policy._replace(hidden=hidden)
+    return policy._replace(hidden=hidden, head_shards=mesh.shape.get("tensor", 1))
 
 
 def _lanes(mesh: jax.sharding.Mesh | None) -> int:

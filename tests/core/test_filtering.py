@@ -1,5 +1,6 @@
 """The kept set equals a stable sort's, whatever the filter, the ties and the shapes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -74,10 +75,18 @@ def test_the_kept_set_is_the_one_of_a_stable_sort(name, few, x64, monkeypatch):
     # With few = 8, small k, large k, rows covered by the largest values and others all occur.
     config = FILTERS[name]
     monkeypatch.setattr(filtering, "_FEW", few)
+    monkeypatch.setattr(filtering, "_NUCLEUS", few)
     logits = rows(400)
     wanted = np.stack([by_sorting(row, config) for row in logits])
-    found = jax.jit(lambda z: filtering.apply_filters(z, config) > -jnp.inf)(logits)
-    np.testing.assert_array_equal(found, wanted)
+
+    def kept_sets(logits):
+        z = filtering.scale(logits, config)
+        return [filtering.kept(z, filtering.support(z, config, spread=s)) for s in (False, True)]
+
+    found = jax.jit(kept_sets)(logits)
+    if config.active:
+        np.testing.assert_array_equal(found[0], wanted)
+        np.testing.assert_array_equal(found[1], wanted)
 
 
 @pytest.mark.parametrize("name", ["k5", "p95", "k300_p80", "all"])
@@ -154,6 +163,15 @@ def test_a_constant_added_to_a_row_changes_nothing(offset):
     np.testing.assert_array_equal(kept_of(logits, config), kept_of(logits + offset, config))
 
 
+@pytest.mark.parametrize("config", [NONE, FilterConfig(top_k=3), FilterConfig(top_p=0.9)])
+def test_ids_beyond_the_vocabulary_are_never_kept(config):
+    logits = jnp.array([[1.0, 0.0, 0.5, -1.0, 9.0, 9.0]])
+    config = dataclasses.replace(config, vocabulary=4)
+    keep = kept_of(logits, config)
+    np.testing.assert_array_equal(keep[:, :4], kept_of(logits[:, :4], config))
+    assert not np.any(keep[:, 4:])
+
+
 def test_scaling_runs_in_float32_also_for_bfloat16_logits():
     logits = jnp.array([[3.0, 1.0]], jnp.bfloat16)
     out = filtering.apply_filters(logits, FilterConfig(temperature=0.7))
@@ -202,6 +220,7 @@ def test_argmax_takes_the_smallest_id_of_a_tie():
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
         ({"top_k": True}, "top_k=True must be a whole number"),
         ({"top_p": float("nan")}, "top_p=nan"),
+        ({"vocabulary": 0}, "vocabulary=0 must be at least 1"),
         ({"min_p": 1.1}, "min_p=1.1 must lie between"),
         ({"min_p": float("nan")}, "min_p=nan must lie between"),
     ],
@@ -222,6 +241,10 @@ def test_a_run_refuses_a_top_k_beyond_the_vocabulary():
     filtering.check_vocabulary(FilterConfig(top_k=-1), 7)
     with pytest.raises(ValueError, match="top_k=9 is more than the vocabulary of 7 tokens"):
         filtering.check_vocabulary(FilterConfig(top_k=9), 7)
+    with pytest.raises(ValueError, match="vocabulary=9 is more than the model's 7 tokens"):
+        filtering.check_vocabulary(FilterConfig(vocabulary=9), 7)
+    with pytest.raises(ValueError, match="top_k=6 is more than the vocabulary of 5"):
+        filtering.check_vocabulary(FilterConfig(top_k=6, vocabulary=5), 7)
 
 
 def test_training_refuses_greedy():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.core import logprobs
+from grpo_jax.core import filtering, logprobs
 from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Policy, policy_from_apply
@@ -26,7 +26,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def bag_policy(row_wise_head=False):
+def bag_policy(row_wise_head=False, head_shards=None):
     """A model small enough to know by heart: the hidden state is an embedding plus a bias."""
 
     def hidden(params, tokens, positions, segment_ids):
@@ -40,6 +40,7 @@ def bag_policy(row_wise_head=False):
         head=lambda params: params["head"],
         unembed=unembed,
         row_wise_head=row_wise_head,
+        head_shards=head_shards,
     )
 
 
@@ -64,15 +65,19 @@ def batch():
     return rng.integers(0, V, (ROWS, WIDTH)).astype(np.int32), positions, segments
 
 
-@functools.partial(jax.jit, static_argnames=("filter", "chunk_size", "lanes", "row_wise_head"))
+STATIC = ("filter", "chunk_size", "lanes", "row_wise_head", "head_shards")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def scores_and_gradients(
-    params, weights, tokens, positions, segments, mask=None, row_wise_head=False, **options
-):
+    params, weights, tokens, positions, segments, mask=None, row_wise_head=False, head_shards=None,
+    **options,
+):  # fmt: skip
     """Return all scores, and the gradient of a weighted sum of everything that carries one."""
 
     def loss(params):
         scores = logprobs.token_scores(
-            bag_policy(row_wise_head), params, tokens, positions, segments,
+            bag_policy(row_wise_head, head_shards), params, tokens, positions, segments,
             unfiltered=True, entropy=True, kept_mass=True, mask=mask, **options,
         )  # fmt: skip
         finite = jnp.where(scores.logprobs > -jnp.inf, scores.logprobs, 0.0)
@@ -151,15 +156,18 @@ def test_chunked_equals_whole(filter, chunk_size, lanes, inputs):
 
 def test_a_row_wise_head_in_blocks_gives_the_same_gradient(inputs, monkeypatch):
     whole = scores_and_gradients(*inputs, filter=ALL, chunk_size=None)
-    monkeypatch.setattr(logprobs, "_VOCABULARY_BLOCK", 16)  # 40 = 4 blocks of 10
-    blocks = scores_and_gradients(*inputs, filter=ALL, chunk_size=5, lanes=2, row_wise_head=True)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), blocks, whole
-    )
+    monkeypatch.setattr(logprobs, "_VOCABULARY_BLOCK", 16)
+    for shards in (None, 2, 3):  # 40 = 4 blocks of 10 = 2 blocks of 2 · 10; 3 do not divide it
+        blocks = scores_and_gradients(
+            *inputs, filter=ALL, chunk_size=5, lanes=2, row_wise_head=True, head_shards=shards
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), blocks, whole
+        )
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "block"), [(49_152, 8192), (151_936, 4748), (8191 * 3, 8191), (49_157, 49_157)]
+    ("vocabulary", "block"), [(49_152, 4096), (151_936, 2374), (4093 * 3, 4093), (49_157, 49_157)]
 )
 def test_blocks_divide_the_vocabulary_or_are_all_of_it(vocabulary, block):
     assert logprobs._block_size(vocabulary) == block
@@ -203,6 +211,113 @@ def test_a_batch_with_nothing_to_score_runs_no_chunk_and_gives_zeros(inputs):
         params, weights, tokens, positions, 0 * segments, filter=NONE, chunk_size=3
     )
     assert all(np.all(x == 0) for x in jax.tree.leaves((gradient, scores)))
+
+
+def replay():
+    """Kept ids [B, T, K] in no order, with repeats and padding; some lists miss their token."""
+    rng = np.random.default_rng(5)
+    tokens, *_ = batch()
+    ids = rng.integers(0, V, (ROWS, WIDTH, 9)).astype(np.int32)
+    ids[..., 1] = ids[..., 4]
+    ids[..., 2] = np.where(rng.random((ROWS, WIDTH)) < 0.7, tokens, -1)
+    ids[..., 6:] = np.where(rng.random((ROWS, WIDTH, 3)) < 0.5, -1, ids[..., 6:])
+    return ids
+
+
+def by_hand(params, kept_ids, temperature):
+    """Score and differentiate in numpy, a token at a time; weights as in scores_and_gradients."""
+    tokens, positions, segments = batch()
+    values, gradient = np.zeros((4, ROWS, WIDTH)), np.zeros_like(params["head"])
+    for b, t in np.ndindex(ROWS, WIDTH):
+        if t == 0 or segments[b, t] == 0 or segments[b, t] != segments[b, t - 1]:
+            continue
+        h = params["embed"][tokens[b, t - 1]] + positions[b, t - 1] * params["drift"]
+        z = params["head"] @ h / temperature
+        log_p = z - np.log(np.sum(np.exp(z)))
+        p, entropy = np.exp(log_p), -np.sum(np.exp(log_p) * log_p)
+        kept = np.zeros(V, bool)
+        kept[[v for v in kept_ids[b, t] if v >= 0]] = True
+        y, w = np.eye(V)[tokens[b, t]], WEIGHTS[:, b, t]
+        q = np.where(kept, p, 0) / np.sum(p[kept])
+        supported = kept[tokens[b, t]]
+        values[:, b, t] = np.log(q[tokens[b, t]]) if supported else -np.inf, log_p @ y, entropy, 0
+        values[3, b, t] = np.sum(p[kept])
+        dz = w[0] * supported * (y - q) + w[1] * (y - p) - w[2] * p * (log_p + entropy)
+        gradient += np.outer(dz, h) / temperature
+    return values, gradient
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "lanes", "temperature"),
+    [(None, 1, 1.0), (None, 1, 0.7), (5, 1, 0.7), (3, 2, 1.0)],
+)
+def test_replayed_kept_ids_give_the_distribution_that_the_engine_drew_from(
+    chunk_size, lanes, temperature, inputs
+):
+    ids = replay()
+    with np.errstate(divide="ignore"):
+        values, d_head = by_hand(inputs[0], ids, temperature)
+    assert np.isneginf(values[0]).any()
+    gradient, scores = scores_and_gradients(
+        *inputs, filter=FilterConfig(temperature=temperature), kept_ids=ids,
+        chunk_size=chunk_size, lanes=lanes,
+    )  # fmt: skip
+    for found, wanted in zip(scores, values, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(gradient["head"], d_head, rtol=1e-10, atol=1e-10)
+
+
+def test_replaying_what_the_filters_keep_equals_filtering(inputs):
+    """Report A09 across engines: the kept set is the same, whoever names it."""
+    params, _, tokens, positions, segments = inputs
+    filtered = scores_and_gradients(*inputs, filter=ALL, chunk_size=None)
+    before = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+    places = np.pad(positions, ((0, 0), (1, 0)))[:, :-1]
+    hidden = params["embed"][before] + places[..., None] * params["drift"]
+    z = filtering.scale(jnp.asarray(hidden @ params["head"].T), ALL)
+    inside = np.asarray(filtering.kept(z, filtering.support(z, ALL)))
+    ids = np.where(inside, np.arange(V), -1).astype(np.int32)
+    replayed = scores_and_gradients(
+        *inputs, filter=FilterConfig(temperature=ALL.temperature), kept_ids=ids, chunk_size=5
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), replayed, filtered
+    )
+
+
+@pytest.mark.parametrize(
+    ("filter", "shape", "message"),
+    [
+        (FilterConfig(top_p=0.9), (ROWS, WIDTH, 2), "top_p=0.9.* would cut it again"),
+        (NONE, (ROWS, WIDTH), r"kept_ids\[4, 6\] must be \[B, T, K\]"),
+        (NONE, (ROWS, WIDTH + 1, 2), r"kept_ids\[4, 7, 2\] must be"),
+    ],
+)
+def test_kept_ids_that_cannot_be_meant_are_refused(filter, shape, message):
+    tokens, positions, segments = batch()
+    with pytest.raises(ValueError, match=message):
+        logprobs.token_scores(
+            bag_policy(), bag_params(np.float32), tokens, positions, segments,
+            filter=filter, kept_ids=jnp.zeros(shape, jnp.int32),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "filter", [FilterConfig(vocabulary=V), FilterConfig(0.8, 20, 0.9, 0.01, V)]
+)
+def test_rows_that_pad_the_head_change_nothing(filter, inputs):
+    params, *rest = inputs
+    wanted = scores_and_gradients(*inputs, filter=filter, chunk_size=None)
+    padded = {**params, "head": np.concatenate([params["head"], np.full((8, D), 3.0)])}
+    for chunk_size in (None, 5):
+        gradient, scores = scores_and_gradients(padded, *rest, filter=filter, chunk_size=chunk_size)
+        np.testing.assert_array_equal(gradient["head"][V:], 0)
+        gradient["head"] = gradient["head"][:V]
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12),
+            (gradient, scores),
+            wanted,
+        )
 
 
 def logits_policy():
