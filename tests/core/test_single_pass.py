@@ -204,12 +204,16 @@ SURVIVORS = TIS | {
     "truncated_is_normalization": "survivors",
 }
 EQUAL = {
-    "plain": (OFF, {}),
     "filters_kl_and_all_terms": (ON, {"ratio_clip_c": 1.2, **TIS, **TERMS}),
     "filters_without_kl": (ON, {"reference_policy_kl_penalty": 0.0, "use_cispo": True}),
-    "response_mean": (OFF, {"token_level_loss": False, **TERMS}),
     "response_mean_gated": (
-        OFF, {"token_level_loss": False, "truncated_importance_sampling_type": "geo-rs", **GATE},
+        OFF,
+        {
+            "token_level_loss": False,
+            "truncated_importance_sampling_type": "geo-rs",
+            **GATE,
+            **TERMS,
+        },
     ),
     "dr_grpo": (ON, {"token_level_loss": False, "loss_normalizer": 5.0, **TERMS}),
     "survivors": (
