@@ -442,25 +442,27 @@ def pull_back(
         part, d_h = over_lanes(head, h, d_logits)
         return jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, part), d_h
 
+    # The vocabulary as [shard, rows of a shard]; blocks are slices, because a third dimension
+    # would make an accelerator copy the whole head into another layout.
     def split(x: jax.Array, axis: int) -> jax.Array:
-        return x.reshape(*x.shape[:axis], stripes, -1, block, *x.shape[axis + 1 :])
+        return x.reshape(*x.shape[:axis], stripes, -1, *x.shape[axis + 1 :])
 
     def take(x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-        x = jax.lax.dynamic_index_in_dim(x, i, axis + 1, keepdims=False)
+        x = jax.lax.dynamic_slice_in_dim(x, i * block, block, axis + 1)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
     def add(total: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
         new = new.reshape(new.shape[0], stripes, block, *new.shape[2:])
-        new = new + jax.lax.dynamic_index_in_dim(total, i, 2, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(total, new, i, 2)
+        new = new + jax.lax.dynamic_slice_in_dim(total, i * block, block, 2)
+        return jax.lax.dynamic_update_slice_in_dim(total, new, i * block, 2)
 
-    striped_head = jax.tree.map(lambda w: split(w, 0), head)
-    striped_logits = split(d_logits, d_logits.ndim - 1)
+    by_shard = jax.tree.map(lambda w: split(w, 0), head)
+    d_by_shard = split(d_logits, d_logits.ndim - 1)
 
     def body(i: jax.Array, carry):
         d_head, d_h = carry
-        rows = jax.tree.map(lambda w: take(w, i, 0), striped_head)
-        part, d_h_part = over_lanes(rows, h, take(striped_logits, i, d_logits.ndim - 1))
+        rows = jax.tree.map(lambda w: take(w, i, 0), by_shard)
+        part, d_h_part = over_lanes(rows, h, take(d_by_shard, i, d_logits.ndim - 1))
         return jax.tree.map(lambda total, new: add(total, new, i), d_head, part), d_h + d_h_part
 
     total = jax.tree.map(lambda x: split(x, 1), d_head)

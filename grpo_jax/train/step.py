@@ -217,7 +217,7 @@ def _scorer(
     filter_config: FilterConfig,
     chunk_size: int | None,
     mesh: jax.sharding.Mesh | None,
-    **wanted: bool,
+    **wanted: Any,
 ) -> Callable[[Params, Batch], TokenScores]:
     """Build (params, batch) -> scores of the trained tokens; `wanted`: what beside the log p."""
     policy = rows_stay(policy, mesh)
@@ -240,10 +240,11 @@ def _scorer(
 
 
 def rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
-    """Pin hidden states to the devices that hold their rows.
+    """Pin hidden states to the devices that hold their rows, and a row-wise head to `tensor`.
 
     Left free, the partitioner guesses: it inserts all-to-alls, and on a mesh of 2 × 2 × 2 with a
-    chunked head jax 0.10.2 computed a wrong gradient.
+    chunked head jax 0.10.2 computed a wrong gradient. A head that is also cut over `fsdp` is
+    collected over `fsdp` here, once, and not for every chunk.
     """
     if mesh is None:
         return policy
@@ -252,7 +253,20 @@ def rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
     def hidden(*arguments: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint(policy.hidden(*arguments), rows)
 
-    return policy._replace(hidden=hidden, head_shards=mesh.shape.get("tensor", 1))
+    def head(params: Params) -> Any:
+        if not policy.row_wise_head:
+            return policy.head(params)
+        return jax.lax.with_sharding_constraint(
+            policy.head(params), jax.tree.map(vocabulary_split, policy.head(params))
+        )
+
+    shards = mesh.shape.get("tensor", 1)
+
+    def vocabulary_split(weight: jax.Array) -> jax.sharding.NamedSharding:
+        axis = "tensor" if shards > 1 and weight.shape[0] % shards == 0 else None
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+
+    return policy._replace(hidden=hidden, head=head, head_shards=shards)
 
 
 def _lanes(mesh: jax.sharding.Mesh | None) -> int:
