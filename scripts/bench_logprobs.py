@@ -99,7 +99,7 @@ def jax_call(method, hidden, head, targets):
     return call, step.memory_analysis().temp_size_in_bytes
 
 
-def losses() -> dict:
+def losses(chunk: int = CHUNK) -> dict:
     """Each method as (params, tokens [1, N]) -> sum of log-probabilities; row n scores token n."""
     import jax
     import jax.numpy as jnp
@@ -136,7 +136,7 @@ def losses() -> dict:
     def ours(filter):
         def loss(params, tokens):
             scores = logprobs.token_scores(
-                policy, params, *shifted(tokens), filter=filter, chunk_size=CHUNK
+                policy, params, *shifted(tokens), filter=filter, chunk_size=chunk
             )
             return jnp.sum(jnp.where(scores.logprobs > -jnp.inf, scores.logprobs, 0.0))
 
@@ -154,7 +154,7 @@ def losses() -> dict:
             LossConfig(reference_policy_kl_penalty=0.0),
         )
         return single_pass.policy_loss(
-            policy, params, batch, counts, config, filter=FilterConfig(), chunk_size=CHUNK
+            policy, params, batch, counts, config, filter=FilterConfig(), chunk_size=chunk
         )[0]
 
     return dict(
@@ -264,7 +264,7 @@ def tpu_figures() -> None:
     place = jax.sharding.SingleDeviceSharding(devices[0])
     shape = lambda size, dtype: jax.ShapeDtypeStruct(size, dtype, sharding=place)  # noqa: E731
     params = {"hidden": shape((1, n, d), jnp.bfloat16), "head": shape((v, d), jnp.bfloat16)}
-    for name, loss in losses().items():
+    for name, loss in losses(chunk=256).items():
         step = jax.jit(jax.value_and_grad(loss))
         try:
             compiled = step.lower(params, shape((1, n), jnp.int32)).compile()

@@ -166,6 +166,27 @@ def test_a_row_wise_head_in_blocks_gives_the_same_gradient(inputs, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("row_wise_head", [False, True])
+def test_a_soft_cap_of_the_logits_is_differentiated_in_chunks_too(
+    row_wise_head, inputs, monkeypatch
+):
+    monkeypatch.setattr(logprobs, "_VOCABULARY_BLOCK", 16)
+    params, weights, *rest = inputs
+    plain = bag_policy(row_wise_head)
+    capped = plain._replace(unembed=lambda w, h: 3.0 * jnp.tanh(plain.unembed(w, h) / 3.0))
+
+    def loss(params, chunk_size):
+        scores = logprobs.token_scores(
+            capped, params, *rest, filter=NONE, entropy=True, chunk_size=chunk_size
+        )
+        return jnp.sum(weights[0] * scores.logprobs + weights[1] * scores.entropy)
+
+    whole, chunked = jax.jit(lambda p: [jax.value_and_grad(loss)(p, n) for n in (None, 5)])(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), chunked, whole
+    )
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "block"), [(49_152, 4096), (151_936, 2374), (4093 * 3, 4093), (49_157, 49_157)]
 )
