@@ -13,6 +13,9 @@ import pytest
 
 from grpo_jax.core import diagnostics
 from grpo_jax.core.loss_config import LossConfig
+from grpo_jax.data.prompts import Example
+from grpo_jax.rewards import verdicts
+from grpo_jax.rewards.scoring import Sample
 from grpo_jax.train import dump, parity
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -35,6 +38,21 @@ def test_every_example_of_bring_your_own_runs():
         assert all(np.isfinite(g).all() for g in grads)
         assert max(float(jnp.abs(g).max()) for g in grads) > 0
     assert abs(float(world["metrics"]["probs_ratio"]) - 1) < 0.5
+
+
+def test_the_example_of_rewards_returns_what_it_says():
+    (block,) = blocks("rewards.md")
+    world = {}
+    exec(compile(block, "rewards.md", "exec"), world)
+
+    def read(completion, answer="5"):
+        sample = Sample(completion, Example("2 + 3", answer))
+        return verdicts.read(world["sums"](sample, penalty=-1.0), len(completion))
+
+    assert read("2 + 3 = 5") == verdicts.Verdict(1.0)
+    assert read("2 + 3 = 5", " ") == verdicts.Verdict(None)
+    assert read("ERROR").masked
+    assert read("2 = 3 = 5").spans == (verdicts.TextSpan(-1.0, 6, 7, "second_equals"),)
 
 
 def test_every_metric_is_documented():

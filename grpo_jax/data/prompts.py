@@ -16,6 +16,7 @@ import numpy as np
 from grpo_jax.data import tokenizer as tokenizers
 
 Item = TypeVar("Item")
+MASK_SAMPLE = "mask_sample"  # field of a row; true = sample and score it, but do not train it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,6 +380,11 @@ def _example(row: Any, index: int, where: str, config: PromptConfig) -> Example:
             )
         prompt = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
     rest = {k: v for k, v in row.items() if k not in (field, config.answer_field)}
+    if not isinstance(rest.get(MASK_SAMPLE, False), bool | None):
+        raise ValueError(
+            f"{where}: {MASK_SAMPLE} = {rest[MASK_SAMPLE]!r} must be true or false; true keeps "
+            "the completions of this row out of training"
+        )
     return Example(prompt, row.get(config.answer_field), rest, index)
 
 

@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         """Return the ids of plain text, beginning with one BOS where the model wants one."""
         ...
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Return the text of ids."""
         ...
 
@@ -143,7 +143,7 @@ class HFTokenizer:
         ids = self._raw_ids(text)
         return [self.bos_id, *ids] if self._adds_bos and ids[:1] != [self.bos_id] else ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Return the text of ids, exactly as the tokens spell it."""
         return self._tokenizer.decode(
             np.asarray(ids).tolist(),
@@ -238,7 +238,7 @@ class ByteTokenizer:
         ids = self._raw_ids(text)
         return ids if ids[:1] == [self.bos_id] else [257, *ids]
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         out = bytearray()
         for i in ids:
@@ -321,3 +321,49 @@ def _cut(ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list
             message += 1
         out[message].append(token)
     return out
+
+
+def token_texts(
+    tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, *, skip_special: bool = False
+) -> list[str]:
+    """Return the text of each token by itself; part of a character becomes U+FFFD."""
+    distinct, inverse = np.unique(np.asarray(ids, np.int64), return_inverse=True)
+    texts = tokenizer.decode_batch([[i] for i in distinct.tolist()], skip_special)
+    return [texts[i] for i in inverse]
+
+
+def token_offsets(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Say which characters of `decode(ids)` each token spells: first and one past the last.
+
+    Tokens that share one character (its UTF-8 bytes) both have it. Tokens without text, such as
+    the end token, have none: first = last.
+
+    Returns:
+      i64[n, 2].
+    """
+    texts = token_texts(tokenizer, ids, skip_special=True)
+    if "".join(texts) == tokenizer.decode(ids):
+        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+        return np.stack([ends - [len(text) for text in texts], ends], axis=1).reshape(-1, 2)
+    return _offsets_in_context(tokenizer, np.asarray(ids))
+
+
+def _offsets_in_context(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """`token_offsets` where a token's text depends on those before it, or is part of a character.
+
+    Each token is decoded after the ones that made the last whole character, so that the work is
+    linear in their number; what is new in the text is the token's. Unfinished characters wait.
+    """
+    offsets = np.zeros((len(ids), 2), np.int64)
+    context = read = done = 0  # tokens before `read` have spelt `done` characters
+    for i in range(len(ids)):
+        before = tokenizer.decode(ids[context:read])
+        after = tokenizer.decode(ids[context : i + 1])
+        if after.endswith("\ufffd") and i + 1 < len(ids):
+            continue  # the next token may complete the character
+        end = done + max(len(after) - len(before), 0)
+        offsets[read : i + 1] = done, end
+        if end > done:
+            context = read
+        read, done = i + 1, end
+    return offsets

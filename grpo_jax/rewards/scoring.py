@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.prompts import Example
+from grpo_jax.data.prompts import MASK_SAMPLE, Example
 from grpo_jax.rewards import worker
+from grpo_jax.rewards.verdicts import TextSpan, Verdict
 
 _LOG = logging.getLogger(__name__)
 _INLINE = {"exact_match", "length"}  # linear in the text, when nothing is extracted
@@ -101,6 +102,8 @@ class Scores:
     components: dict[str, np.ndarray]  # f64[N] each, unweighted; NaN where a component gave none
     valid: np.ndarray  # bool[N] False where no component gave a verdict: leave the sample out
     problems: dict[str, int]  # "component/raised", "/timed_out", "/died", … -> how many
+    masked: np.ndarray  # bool[N] True where the data or a reward asks not to train the completion
+    spans: list[tuple[TextSpan, ...]]  # N, flagged stretches of text; later ones win
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the samples that have a verdict, and the counts of problems."""
@@ -108,6 +111,35 @@ class Scores:
         out |= {f"reward/{k}": _mean(v[~np.isnan(v)]) for k, v in self.components.items()}
         out["reward/no_verdict"] = float((~self.valid).sum())
         return out | {f"reward/{k}": float(v) for k, v in self.problems.items()}
+
+    def take(self, rows: np.ndarray) -> "Scores":
+        """Select completions; the problems stay those of the whole."""
+        return dataclasses.replace(
+            self,
+            total=self.total[rows],
+            components={name: column[rows] for name, column in self.components.items()},
+            valid=self.valid[rows],
+            masked=self.masked[rows],
+            spans=[self.spans[i] for i in rows],
+        )
+
+    @staticmethod
+    def join(parts: Sequence["Scores"]) -> "Scores":
+        """Put the completions of several calls below each other."""
+        problems: collections.Counter[str] = collections.Counter()
+        for part in parts:
+            problems.update(part.problems)
+        return Scores(
+            total=np.concatenate([part.total for part in parts]),
+            components={
+                name: np.concatenate([part.components[name] for part in parts])
+                for name in parts[0].components
+            },
+            valid=np.concatenate([part.valid for part in parts]),
+            problems=dict(problems),
+            masked=np.concatenate([part.masked for part in parts]),
+            spans=[spans for part in parts for spans in part.spans],
+        )
 
 
 class Scorer:
@@ -173,16 +205,28 @@ class Scorer:
         ]
         values = np.full((len(self._config.components), len(samples)), np.nan)
         problems: collections.Counter[str] = collections.Counter()
-        for component, row, status, value in self._evaluate(samples):
-            values[component, row] = self._settle(component, status, value, problems)
-        return self._combine(values, problems)
+        masked = np.array([bool(e.metadata.get(MASK_SAMPLE)) for e in examples], bool)
+        spans: dict[tuple[int, int], tuple[TextSpan, ...]] = {}
+        for component, row, status, result in self._evaluate(samples):
+            values[component, row] = self._settle(component, status, result, problems)
+            if isinstance(result, Verdict):
+                masked[row] |= result.masked
+                if result.spans:
+                    column = self._config.components[component].column
+                    spans[row, component] = tuple(
+                        span._replace(name=span.name or column) for span in result.spans
+                    )
+        by_row: list[tuple[TextSpan, ...]] = [()] * len(samples)
+        for row, component in sorted(spans):  # in the order of the components
+            by_row[row] += spans[row, component]
+        return self._combine(values, problems, masked, by_row)
 
     def _leaves(self, component: RewardComponent) -> bool:
         inline = component.kind in _INLINE and "extract" not in component.params
         return self._config.workers > 0 and not inline
 
     def _evaluate(self, samples: list[Sample]) -> Iterable[tuple[int, int, str, Any]]:
-        """Yield (component, row, status, value) once for each component and sample."""
+        """Yield (component, row, status, result) once for each component and sample."""
         outside = [i for i in range(len(self._config.components)) if i not in self._local]
         jobs = collections.deque((i, row) for row in range(len(samples)) for i in outside)
         if jobs:
@@ -212,11 +256,13 @@ class Scorer:
         return [p for p in busy if p.connection in ready or p.deadline <= now]
 
     def _settle(
-        self, component: int, status: str, value: Any, problems: collections.Counter[str]
+        self, component: int, status: str, result: Any, problems: collections.Counter[str]
     ) -> float:
         """Return a component's value: its own, NaN for no verdict, 0 for anything that failed."""
         if status == worker.SCORED:
-            return value
+            return result.value
+        if status == worker.SKIPPED and result.masked:  # asked for, not a problem
+            return np.nan
         column = self._config.components[component].column
         problems[f"{column}/{status}"] += 1
         if (component, status) not in self._warned:
@@ -227,18 +273,25 @@ class Scorer:
                 column,
                 status.replace("_", " "),
                 outcome,
-                f"\n{value}" if value is not None else "",
+                "" if result is None or isinstance(result, Verdict) else f"\n{result}",
             )
         return np.nan if status == worker.SKIPPED else 0.0
 
-    def _combine(self, values: np.ndarray, problems: collections.Counter[str]) -> Scores:
+    def _combine(
+        self,
+        values: np.ndarray,
+        problems: collections.Counter[str],
+        masked: np.ndarray,
+        spans: list[tuple[TextSpan, ...]],
+    ) -> Scores:
         """total[n] = Σ over components c with a verdict of weight[c] · value[c, n]."""
         components = self._config.components
         verdict = ~np.isnan(values)
         weights = np.array([c.weight for c in components])
         total = (weights[:, None] * np.where(verdict, values, 0.0)).sum(axis=0)
         columns = {c.column: values[i] for i, c in enumerate(components)}
-        return Scores(total, columns, np.asarray(verdict.any(axis=0)), dict(problems))
+        valid = np.asarray(verdict.any(axis=0))
+        return Scores(total, columns, valid, dict(problems), masked, spans)
 
 
 class _Worker:

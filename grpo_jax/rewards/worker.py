@@ -2,7 +2,8 @@
 
 Started as `python -m grpo_jax.rewards.worker FD`; speaks pickles over the socket FD. The first
 message carries the import path and the components; it answers `("ready", None)` or
-`("error", traceback)`. Then every `(component, sample)` is answered by `(status, value)`.
+`("error", traceback)`. Then every `(component, sample)` is answered by `(status, result)`, where
+the result is a `verdicts.Verdict`, or says what went wrong.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from grpo_jax.rewards import verdicts
 
 SCORED, SKIPPED, NON_FINITE = "scored", "skipped", "non_finite"
 RAISED, TIMED_OUT = "raised", "timed_out"
@@ -95,17 +98,19 @@ def bind(kind: str, params: Mapping[str, Any]) -> Callable[[Any], Any]:
 def evaluate(
     function: Callable[[Any], Any], sample: Any, time_limit: float | None
 ) -> tuple[str, Any]:
-    """Run one reward; return its status with a float, None, or the text of a traceback."""
+    """Run one reward; return its status with a verdict, a number that is not finite, or the text
+    of a traceback.
+    """
     try:
         with _alarm(time_limit):
-            value = _number(function(sample))
+            verdict = verdicts.read(function(sample), len(sample.completion))
     except RewardTimeout:
         return TIMED_OUT, None
     except Exception:
         return RAISED, traceback.format_exc(limit=-8)
-    if value is None:
-        return SKIPPED, None
-    return (SCORED, value) if abs(value) < float("inf") else (NON_FINITE, value)
+    if verdict.value is None:
+        return SKIPPED, verdict
+    return (SCORED, verdict) if math.isfinite(verdict.value) else (NON_FINITE, verdict.value)
 
 
 def main(descriptor: int) -> None:
@@ -131,13 +136,6 @@ def main(descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         connection.send(evaluate(functions[component], sample, time_limit))
-
-
-def _number(value: Any) -> float | None:
-    """Read what a reward returned; a mapping counts by "score", and by "reward" if that is None."""
-    if isinstance(value, Mapping):
-        value = value.get("score") if value.get("score") is not None else value.get("reward")
-    return None if value is None else float(value)
 
 
 @contextlib.contextmanager

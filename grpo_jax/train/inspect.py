@@ -188,6 +188,11 @@ def facts(row: Mapping[str, Any]) -> list[str]:
     if shaped != row["reward"]:
         parts.append(f"shaped {shaped:.3f}")
     parts.append(f"advantage {row['advantage']:+.3f}")
+    for span in row.get("overrides") or ():
+        parts.append(
+            f"{span['name']} sets tokens {span['start']}–{span['end'] - 1} to "
+            f"{span['advantage']:+.3f}"
+        )
     parts.append(f"{row['completion_length']} tokens, ended by {row['stop_reason']}")
     worst = worst_mismatch(row)
     if worst is not None:

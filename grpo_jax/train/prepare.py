@@ -1,13 +1,12 @@
 """From a scored rollout to the batches an optimizer sees: shaping, filters, advantages, collating.
 
-Everything is on the host. The order is the torch reference's: dynamic sampling, reward scaling and
-shaping, row filters, log-probabilities, the sequence error filter, advantages, clipping.
+Everything is on the host. The order is the torch reference's: reward scaling, dynamic sampling,
+shaping, row filters, log-probabilities, the sequence error filter, advantages, overrides, clipping.
 
 Symbols: `P` prompts, `G` completions a prompt, `N` rows, `W` width of sampled rows, `T` tokens a
 row of the batch.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,7 +66,7 @@ def gather(
         parts.append(collect(jax.random.fold_in(key, len(parts))))
         whole = join(parts)
         choice = filters.choose_groups(
-            whole.scores.total,
+            shaping.scale(whole.scores.total, rules.shaping.scaling),  # but not shaped
             whole.group_ids,
             config.prompts_per_step,
             len(parts),
@@ -88,43 +87,26 @@ def join(parts: Sequence[Rollout]) -> Rollout:
         )
         for part in parts
     ]
-    problems: dict[str, int] = {}
-    for part in parts:
-        for name, count in part.scores.problems.items():
-            problems[name] = problems.get(name, 0) + count
-    scores = Scores(
-        total=np.concatenate([p.scores.total for p in parts]),
-        components={
-            name: np.concatenate([p.scores.components[name] for p in parts])
-            for name in parts[0].scores.components
-        },
-        valid=np.concatenate([p.scores.valid for p in parts]),
-        problems=problems,
-    )
     return Rollout(
         prompts=[prompt for part in parts for prompt in part.prompts],
         group_ids=filters.unique_groups([part.group_ids for part in parts]),
         rows=Generation(*(np.concatenate(columns) for columns in zip(*rows, strict=True))),
         texts=[text for part in parts for text in part.texts],
-        scores=scores,
+        scores=Scores.join([part.scores for part in parts]),
         seconds={k: sum(p.seconds[k] for p in parts) for k in parts[0].seconds},
+        overrides=[overrides for part in parts for overrides in part.overrides],
     )
 
 
 def take(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Select rows of a rollout."""
-    scores = rollout.scores
     return rollout._replace(
         prompts=[rollout.prompts[i] for i in rows],
         group_ids=rollout.group_ids[rows],
         rows=Generation(*(np.asarray(column)[rows] for column in rollout.rows)),
         texts=[rollout.texts[i] for i in rows],
-        scores=dataclasses.replace(
-            scores,
-            total=scores.total[rows],
-            components={name: column[rows] for name, column in scores.components.items()},
-            valid=scores.valid[rows],
-        ),
+        scores=rollout.scores.take(rows),
+        overrides=[rollout.overrides[i] for i in rows],
     )
 
 
@@ -141,11 +123,15 @@ def weigh(rollout: Rollout, rules: Rules) -> Weighed:
     correct = filters.is_correct(
         np.where(scores.valid, scores.total, np.nan), config.correct_reward
     )
-    weights, unscored = filters.unscored(np.ones(len(correct)), scores.valid, correct)
+    # A row that asks to be masked may do so instead of having a score.
+    known = scores.valid | scores.masked
+    weights, unscored = filters.unscored(np.ones(len(correct)), known, correct)
     reports = [unscored]
     if config.overlong_filtering:
         weights, report = filters.overlong(weights, rollout.truncated, correct)
         reports.append(report)
+    weights, report = filters.mask_sample(weights, scores.masked, correct)
+    reports.append(report)
     if config.drop_constant_groups:
         weights, report = filters.constant_groups(
             weights,
@@ -199,10 +185,11 @@ def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Pr
     output = estimators.compute(
         rules.advantage, _inputs(rollout, weighed, batch, rules, mask, weights)
     )
+    advantages, overridden = _override(output.advantages, rollout, mask.shape[1])
     clipped = estimators.clip(
-        output.advantages, rules.advantage.advantage_clip_low, rules.advantage.advantage_clip_high
+        advantages, rules.advantage.advantage_clip_low, rules.advantage.advantage_clip_high
     )
-    metrics = output.metrics | estimators.summarise(clipped, mask)
+    metrics = output.metrics | overridden | estimators.summarise(clipped, mask)
     for report in reports:
         metrics |= report.metrics()
     metrics["reward/shaped"] = float(np.mean(weighed.rewards.total)) if n else 0.0
@@ -222,6 +209,25 @@ def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Pr
         ),
     )
     return Prepared(batch, weighed.rewards.total, filters.dropped_reasons(reports, n), metrics)
+
+
+def _override(
+    advantages: np.ndarray, rollout: Rollout, width: int
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Give flagged tokens the advantage that a reward asked for, and count who asked."""
+    starts = np.asarray(rollout.rows.prompt_lengths)
+    spans, rows = [], {}
+    for i, overrides in enumerate(rollout.overrides):
+        for name, start, end, value in overrides:
+            spans.append(estimators.Span(i, int(starts[i]) + start, int(starts[i]) + end, value))
+            rows.setdefault(name, set()).add(i)
+    if not spans:
+        return advantages, {}
+    metrics = {}
+    for name, flagged in rows.items():
+        metrics[f"overrides/{name}/rows"] = float(len(flagged))
+        metrics[f"overrides/{name}/share"] = len(flagged) / len(rollout.texts)
+    return estimators.override_spans(advantages, spans, width), metrics
 
 
 def _inputs(
@@ -324,6 +330,7 @@ def sample_rows(
                 "token_mask": np.asarray(batch.token_mask)[i, span].tolist(),
                 "weight": float(np.asarray(batch.sample_weights)[i, 0]),
                 "dropped": prepared.dropped[i],
+                "overrides": [override._asdict() for override in rollout.overrides[i]],
                 "stop_reason": STOP_REASONS[int(rows.stop_reasons[i])],
                 "completion_length": len(ids),
                 "tokens": ids,

@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from grpo_jax.core.policy import Params
+from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data.prompts import Prompt, repeat_prompts
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer, Scores
+from grpo_jax.rewards.verdicts import TextSpan
 from grpo_jax.sampling import engine as engines
 from grpo_jax.sampling.generate import STOP_REASONS, Generation, SamplingConfig
 
@@ -48,6 +50,15 @@ class RolloutConfig:
         return self.updates_per_rollout * self.epochs
 
 
+class Override(NamedTuple):
+    """Tokens of one completion that get an advantage of their own."""
+
+    name: str  # who asked for it
+    start: int  # first token of the completion
+    end: int  # one past the last
+    advantage: float
+
+
 class Rollout(NamedTuple):
     """N scored completions; everything is on the host."""
 
@@ -57,6 +68,7 @@ class Rollout(NamedTuple):
     texts: list[str]  # N, without special tokens
     scores: Scores
     seconds: dict[str, float]  # "rollout", "reward"
+    overrides: list[tuple[Override, ...]]  # N, later ones win
 
     @property
     def truncated(self) -> np.ndarray:
@@ -86,15 +98,39 @@ def collect(
     )
     sampled = time.perf_counter()
     repeated, group_ids = repeat_prompts(prompts, completions)
-    texts = tokenizer.decode_batch(completion_ids(rows))
+    ids = completion_ids(rows)
+    texts = tokenizer.decode_batch(ids)
     scores = scorer.score(
         [prompt.example for prompt in repeated],
         texts,
         tokens=np.asarray(rows.completion_lengths),
         truncated=truncated(rows),
     )
+    flagged = [
+        overrides(tokenizer, row, spans) for row, spans in zip(ids, scores.spans, strict=True)
+    ]
     seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
-    return Rollout(repeated, group_ids, rows, texts, scores, seconds)
+    return Rollout(repeated, group_ids, rows, texts, scores, seconds, flagged)
+
+
+def overrides(
+    tokenizer: Tokenizer, ids: np.ndarray, spans: Sequence[TextSpan]
+) -> tuple[Override, ...]:
+    """Turn flagged stretches of text into tokens: every token that spells part of one is in it.
+
+    A span without ends is the whole message, with its end token.
+    """
+    if not spans:
+        return ()
+    first, last = tokenizers.token_offsets(tokenizer, ids).T
+    out = []
+    for span in spans:
+        inside = np.arange(len(ids))
+        if span.start is not None:
+            inside = np.flatnonzero((first < span.end) & (last > span.start) & (last > first))
+        if inside.size:
+            out.append(Override(span.name, int(inside[0]), int(inside[-1]) + 1, span.advantage))
+    return tuple(out)
 
 
 def truncated(rows: Generation) -> np.ndarray:

@@ -279,6 +279,16 @@ def test_a55_the_subset_is_honoured_and_an_unknown_one_lists_them(
         prompts.load_examples(PromptConfig(**base, subset="main", split="test"))
 
 
+def test_a_row_may_ask_not_to_be_trained(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"prompt": "a", "mask_sample": True}, {"prompt": "b"}])
+    examples, _ = prompts.load_examples(PromptConfig(source="jsonl", path=str(path), eval_size=0))
+    assert [e.metadata.get("mask_sample") for e in examples] == [True, None]
+    write_jsonl(path, [{"prompt": "a", "mask_sample": "false"}])
+    with pytest.raises(ValueError, match="rows.jsonl:1: mask_sample = 'false' must be true or"):
+        prompts.load_examples(PromptConfig(source="jsonl", path=str(path), eval_size=0))
+
+
 def test_ids_are_int32():
     prompt = prompts.encode_prompt(prompts.Example("a"), TOKENIZER, PromptConfig())
     assert prompt.ids.dtype == np.int32

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from grpo_jax.data import tokenizer as tokenizers
@@ -182,3 +183,61 @@ def test_models_with_other_token_ids_are_told_apart(words, tmp_path):
     with pytest.raises(ValueError, match="holds no tokenizer"):
         tokenizers.check_same_ids(words, tmp_path, "teacher.path")
     tokenizers.check_same_ids(ByteTokenizer(), tmp_path, "teacher.path")
+
+
+def make_pieces(path, kind):
+    """A trained tokenizer of a few hundred pieces: bytes as GPT-2 has them, or with a leading ▁."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    built = Tokenizer(models.BPE())
+    if kind == "byte_level":
+        built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        built.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        built.pre_tokenizer = pre_tokenizers.Metaspace()
+        built.decoder = decoders.Metaspace()
+        alphabet = sorted(set("".join(TEXTS)))
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    built.train_from_iterator(TEXTS, trainer)
+    built.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return HFTokenizer(path)
+
+
+TEXTS = ["plain words, words 12 + 3", "smörgåsbord 日本語 🙂 end", "two  spaces"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte_level", "metaspace"])
+def test_offsets_cover_the_text_in_order(kind, tmp_path):
+    byte = ByteTokenizer()
+    tokenizer = byte if kind == "bytes" else make_pieces(tmp_path, kind)
+    for text in TEXTS:
+        ids = [*tokenizer.encode(text), *tokenizer.stop_ids]
+        decoded, offsets = tokenizer.decode(ids), tokenizers.token_offsets(tokenizer, ids)
+        assert decoded == text
+        assert offsets[-1].tolist() == [len(text), len(text)]  # the end token has no text
+        covered = {c for start, end in offsets for c in range(start, end)}
+        assert covered == set(range(len(text)))
+        assert (np.diff(offsets, axis=0) >= 0).all()
+        pieces = [text[start:end] for start, end in offsets]
+        alone = tokenizers.token_texts(tokenizer, ids, skip_special=True)
+        for piece, single in zip(pieces, alone, strict=True):
+            assert "\ufffd" in single or piece.strip() == single.strip()
+
+
+def test_tokens_that_share_a_character_both_have_it():
+    byte = ByteTokenizer()
+    ids = [*byte.encode("aé")[1:], 259]
+    assert tokenizers.token_offsets(byte, ids).tolist() == [[0, 1], [1, 2], [1, 2], [2, 2]]
+    assert tokenizers.token_offsets(byte, ids[:2]).tolist() == [[0, 1], [1, 2]]  # cut: one U+FFFD
+    assert tokenizers.token_offsets(byte, []).shape == (0, 2)
+
+
+def test_token_texts_are_those_of_single_tokens():
+    byte = ByteTokenizer()
+    assert tokenizers.token_texts(byte, [98, 259, 97, 98]) == ["b", "<|im_end|>", "a", "b"]
+    assert tokenizers.token_texts(byte, []) == []

@@ -79,3 +79,12 @@ def _wait_outside_python():
 
 def _recurse():
     return _recurse()
+
+
+def flags(sample, advantage):
+    """Flag the word "bad", and mask a completion that says so."""
+    if sample.completion == "masked":
+        return {"mask_sample": True}
+    start = sample.completion.find("bad")
+    spans = [{"advantage": advantage, "start": start, "end": start + 3}] if start >= 0 else []
+    return {"score": float(not spans), "spans": spans}

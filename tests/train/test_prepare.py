@@ -8,12 +8,12 @@ from grpo_jax.core.advantages import AdvantageConfig
 from grpo_jax.data.prompts import Example, Prompt
 from grpo_jax.data.tokenizer import ByteTokenizer
 from grpo_jax.rewards.scoring import Scores
-from grpo_jax.rewards.shaping import ShapingConfig
+from grpo_jax.rewards.shaping import ScalingConfig, ShapingConfig
 from grpo_jax.sampling.generate import STOP_REASONS, Generation
 from grpo_jax.train import prepare
 from grpo_jax.train import rollout as rollouts
 from grpo_jax.train.filters import FiltersConfig
-from grpo_jax.train.rollout import Rollout, RolloutConfig
+from grpo_jax.train.rollout import Override, Rollout, RolloutConfig
 
 CONFIG = RolloutConfig(prompts_per_step=2, completions_per_prompt=2, length_multiple=8)
 
@@ -28,7 +28,13 @@ def rules(filters=None, advantage=None, shaping=None, filtering_on=False) -> pre
     )
 
 
-def rollout(rewards=(1.0, 0.0, 1.0, 1.0), truncated=(0, 0, 0, 0), valid=(1, 1, 1, 1)) -> Rollout:
+def rollout(
+    rewards=(1.0, 0.0, 1.0, 1.0),
+    truncated=(0, 0, 0, 0),
+    valid=(1, 1, 1, 1),
+    masked=(0, 0, 0, 0),
+    overrides=((), (), (), ()),
+) -> Rollout:
     """Four rows: prompts of 2 tokens, completions of 1, 2, 3 and 1 tokens."""
     lengths = np.array([1, 2, 3, 1], np.int32)
     tokens = np.arange(24, dtype=np.int32).reshape(4, 6) + 97
@@ -46,9 +52,15 @@ def rollout(rewards=(1.0, 0.0, 1.0, 1.0), truncated=(0, 0, 0, 0), valid=(1, 1, 1
         ),
         texts=["a", "b", "c", "d"],
         scores=Scores(
-            np.array(rewards), {"verifier": np.array(rewards)}, np.array(valid, bool), {}
+            np.array(rewards),
+            {"verifier": np.array(rewards)},
+            np.array(valid, bool),
+            {},
+            masked=np.array(masked, bool),
+            spans=[()] * 4,
         ),
         seconds={"rollout": 1.0, "reward": 0.5},
+        overrides=list(overrides),
     )
 
 
@@ -89,6 +101,63 @@ def test_dropped_rows_have_no_weight_and_a_reason(filters, sampled, dropped):
         assert np.all(weights[i][inside[i]] == (0 if i in dropped else 1))
     counts = next(prepare.split_updates(prepared.batch, 1))[1]
     assert counts.sequences == 4 - len(dropped)
+
+
+def test_a_row_that_asks_to_be_masked_is_not_trained_and_votes():
+    """Without a score too: then the mask is the reason, and the row has no vote."""
+    prepared = run(rollout(masked=(0, 1, 0, 0)), rules())
+    assert prepared.dropped == [None, "mask_sample", None, None]
+    assert prepared.metrics["filters/mask_sample/removed"] == 1
+    assert np.asarray(prepared.batch.advantages)[0, 2] == 0.5
+    prepared = run(rollout(masked=(0, 1, 0, 0), valid=(1, 0, 1, 1)), rules())
+    assert prepared.dropped == [None, "mask_sample", None, None]
+    assert prepared.metrics["filters/unscored/removed"] == 0
+    assert np.asarray(prepared.batch.advantages)[0, 2] == 0  # alone in its group
+
+
+def test_overrides_come_after_the_estimator_and_before_the_clip():
+    flagged = (
+        (),
+        (Override("tool", 0, 2, -5.0),),
+        (Override("a", 0, 3, 1.0), Override("b", 1, 2, 9.0)),
+        (),
+    )
+    advantage = AdvantageConfig(
+        normalize_rewards=False, use_leave_one_out_baseline=False, advantage_clip_low=-2.0
+    )
+    prepared = run(rollout(overrides=flagged), rules(advantage=advantage))
+    advantages = np.asarray(prepared.batch.advantages)
+    assert advantages[1, 2:4].tolist() == [-2.0, -2.0]  # -5 is clipped like any other
+    assert advantages[2, 2:5].tolist() == [1.0, 9.0, 1.0]  # the later one wins
+    assert advantages[0, 2] == 0.5 and advantages[3, 2] == 0  # the others keep their own
+    assert prepared.metrics["overrides/tool/rows"] == 1
+    assert prepared.metrics["overrides/b/share"] == 0.25
+    assert prepared.metrics["advantages/min"] == -2.0  # what is logged is what is trained
+    order = np.array([3, 2, 0, 1])
+    turned = run(prepare.take(rollout(overrides=flagged), order), rules(advantage=advantage))
+    np.testing.assert_array_equal(np.asarray(turned.batch.advantages), advantages[order])
+
+
+def test_overrides_leave_token_advantages_and_other_tokens_alone():
+    flagged = ((), (), (Override("tool", 1, 2, -5.0),), ())
+    advantage = AdvantageConfig(estimator="reinforce_plus_plus")
+    plain = np.asarray(run(rollout(), rules(advantage=advantage)).batch.advantages)
+    found = np.asarray(run(rollout(overrides=flagged), rules(advantage=advantage)).batch.advantages)
+    assert found[2, 3] == -5.0
+    different = found != plain
+    assert different.sum() == 1 and different[2, 3]
+
+
+def test_dynamic_sampling_sees_scaled_rewards():
+    """Two rewards above the source interval are equal once scaled, so the group says nothing."""
+    scaling = ScalingConfig(enabled=True, source_max=1.0)
+    chosen = rules(
+        FiltersConfig(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1),
+        shaping=ShapingConfig(scaling=scaling),
+    )
+    sampled = rollout(rewards=(1.0, 3.0, 1.0, 0.0))
+    whole, _ = prepare.gather(lambda key: sampled, jax.random.key(0), chosen, CONFIG)
+    assert whole.scores.total.tolist() == [1.0, 0.0]
 
 
 def test_sequence_error_filter_reads_the_scored_logprobs():
