@@ -76,7 +76,7 @@ def torch_call(method, hidden, head, targets):
     def call():
         value = torch.log_softmax(h @ w.T, dim=-1).gather(1, y).sum()
         value.backward()
-        return value.item(), float(h.grad.norm())
+        return value.item(), float(h.grad.double().norm())
 
     return call, None
 
@@ -207,7 +207,6 @@ def run_size(size: str, methods: list[str], repeats: int) -> dict[str, float]:
             print(f"  {turn + 1}/{repeats} {method} {results[method][-1]}", flush=True)
     print(f"(N, D, V) = ({n}, {d}, {v}); full float32 logits {n * v * 4 / 2**20:.0f} MiB")
     rows = {name: middle(found) for name, found in results.items() if found}
-    check_agreement(rows)
     for name, row in rows.items():
         planned = row["temporaries"]
         over = {k: row["seconds"] / rows[k]["seconds"] for k in ("full", "products") if k in rows}
@@ -217,6 +216,7 @@ def run_size(size: str, methods: list[str], repeats: int) -> dict[str, float]:
             + "".join(f"  {ratio:.2f} × {k}" for k, ratio in over.items()),
             flush=True,
         )
+    check_agreement(rows)
     return figures(rows, 4 * n * v)
 
 
