@@ -14,6 +14,7 @@ from grpo_jax.core.loss_config import LossConfig
 from grpo_jax.core.policy import Params, Policy
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
+from grpo_jax.data import trajectories
 from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
@@ -24,7 +25,10 @@ from grpo_jax.train import critic as critics
 from grpo_jax.train import dump, loop, optimizer, prepare, reporting
 from grpo_jax.train import state as states
 from grpo_jax.train import step as steps
+from grpo_jax.train.layout import Layout
 from grpo_jax.train.state import TrainState
+
+_MICRO_ROWS = 8  # rows a device sees at one time, where neither rows nor tokens are set
 
 
 class Model(NamedTuple):
@@ -80,7 +84,7 @@ def load_teacher(config: Config, model: Model) -> Teacher | None:
         loaded.policy,
         config.sampling.filter,
         unfiltered=True,
-        micro_batches=config.rollout.rows // _unit_rows(config, model),
+        micro_batches=build_layout(config, model).micro_batches,
         chunk_size=config.rollout.head_chunk,
         places=places,
     )
@@ -140,7 +144,7 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
     optimizer.build_schedule(config.optimizer, updates)
     if config.advantage.needs_values:
         optimizer.build_schedule(config.critic.optimizer, updates)
-    _unit_rows(config, model)
+    build_layout(config, model)
     evaluates = config.evaluate.at_start or config.evaluate.at_end or config.evaluate.every
     if evaluates and not data.held_out:
         raise ConfigError(
@@ -155,6 +159,7 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
             f"model's context of {model.loaded.config.max_length}; lower data.max_prompt_tokens "
             "or sampling.max_new_tokens"
         )
+    _check_widths(config, max(len(p.ids) for p in data.train) + config.sampling.max_new_tokens)
     if config.teacher.path is not None:
         _check_teacher(config.teacher.path, model, longest + new)
 
@@ -179,17 +184,43 @@ def _check_teacher(path: str, model: Model, longest: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _unit_rows(config: Config, model: Model) -> int:
-    """Rows of one micro-batch over all devices; the rows of an update are a multiple of it."""
-    rows = config.rollout.rows // config.rollout.updates_per_rollout
-    shards = meshes.row_shards(model.mesh)
-    unit = config.rollout.micro_batch_size * shards
-    if rows % unit:
+def build_layout(config: Config, model: Model) -> Layout:
+    """How batches lie on the devices.
+
+    Raises:
+      ConfigError: unpacked rows that do not divide over micro-batches and devices.
+    """
+    rollout, shards = config.rollout, meshes.row_shards(model.mesh)
+    micro = rollout.micro_batch_size
+    if rollout.micro_batch_tokens is not None:
+        return Layout(config.packing, shards, micro_tokens=rollout.micro_batch_tokens)
+    if config.packing.enabled:
+        return Layout(config.packing, shards, micro_rows=micro or 1)
+    rows, micro = rollout.rows // rollout.updates_per_rollout, micro or _MICRO_ROWS
+    if rows % (micro * shards):
         raise ConfigError(
             f"the {rows} rows of an update do not divide over rollout.micro_batch_size = "
-            f"{config.rollout.micro_batch_size} rows × {shards} devices; use a multiple of {unit}"
+            f"{micro} rows × {shards} devices; use a multiple of {micro * shards}"
         )
-    return unit
+    return Layout(config.packing, shards, micro_rows=micro)
+
+
+def _check_widths(config: Config, longest: int) -> None:
+    """Refuse sequences that would not fit a packed row, and rows that would not fit the budget."""
+    width = trajectories.bucket_length(longest, config.rollout.length_multiple)
+    if config.packing.enabled:
+        width, multiple = config.packing.row_length, config.packing.length_multiple
+        if trajectories.padded_length(longest, multiple) > width:
+            raise ConfigError(
+                f"prompt and completion may have {longest} tokens, more than packing.row_length = "
+                f"{width}; raise it, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+            )
+    budget = config.rollout.micro_batch_tokens
+    if budget is not None and width > budget:
+        raise ConfigError(
+            f"a row may have {width} tokens, more than rollout.micro_batch_tokens = {budget}; "
+            f"raise it to {width} or more, or shorten the rows"
+        )
 
 
 def build_stream(
@@ -275,10 +306,7 @@ def build_parts(
         or config.advantage.needs_policy_logprobs
     )
     filter_config, policy = config.sampling.filter, model.loaded.policy
-    rows, unit = (
-        config.rollout.rows // config.rollout.updates_per_rollout,
-        _unit_rows(config, model),
-    )
+    layout = build_layout(config, model)
     chunk = config.rollout.head_chunk
 
     def score(unfiltered: bool) -> steps.ScoreStep:
@@ -286,7 +314,7 @@ def build_parts(
             policy,
             filter_config,
             unfiltered=unfiltered,
-            micro_batches=config.rollout.rows // unit,
+            micro_batches=layout.micro_batches,
             chunk_size=chunk,
             places=places,
         )
@@ -300,14 +328,16 @@ def build_parts(
         held_out=data.held_out,
         rollout=config.rollout,
         evaluate=config.evaluate,
+        layout=layout,
         rules=prepare.Rules(config.shaping, config.filters, config.advantage, filter_config.active),
         train_step=steps.make_train_step(
             policy,
             opt,
             loss,
             filter_config,
-            micro_batches=rows // unit,
+            micro_batches=layout.micro_batches,
             chunk_size=chunk,
+            max_segments=layout.max_segments,
             places=places,
         ),
         score_previous=score(unfiltered=False) if needs_previous else None,
@@ -317,12 +347,13 @@ def build_parts(
             policy,
             loss,
             filter_config,
+            micro_batches=layout.micro_batches,
             chunk_size=chunk,
             places=places,
         ),
         reference=model.loaded.params if needs_reference else None,
         teacher=None if teacher is None else teacher.params,
-        critic=None if critic is None else _critic_steps(config, critic, unit),
+        critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),
         dump=lambda path, batch, counts, current: dump.dump_step(
             path, batch, counts, current, loss, filtering_on=filter_config.active
@@ -332,18 +363,17 @@ def build_parts(
     )
 
 
-def _critic_steps(config: Config, critic: Critic, unit: int) -> critics.Critic:
+def _critic_steps(config: Config, critic: Critic, layout: Layout) -> critics.Critic:
     """Compile-ready steps of a critic, cut into micro-batches as the policy's are."""
-    rows = config.rollout.rows
     return critics.Critic(
         score=critics.make_value_step(
-            critic.trunk, micro_batches=rows // unit, places=critic.places
+            critic.trunk, micro_batches=layout.micro_batches, places=critic.places
         ),
         step=critics.make_critic_step(
             critic.trunk,
             critic.optimizer,
             config.critic.value_loss,
-            micro_batches=rows // config.rollout.updates_per_rollout // unit,
+            micro_batches=layout.micro_batches,
             places=critic.places,
         ),
         warmup_steps=config.critic.warmup_steps,

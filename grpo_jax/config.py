@@ -16,6 +16,7 @@ import yaml
 
 from grpo_jax.core.advantages import AdvantageConfig, validate_group_size
 from grpo_jax.core.losses import LossConfig
+from grpo_jax.data.packing import PackingConfig
 from grpo_jax.data.prompts import PromptConfig
 from grpo_jax.data.tokenizer import TokenizerConfig
 from grpo_jax.models.presets import Dtype, Remat
@@ -65,6 +66,7 @@ class Config:
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
+    packing: PackingConfig = PackingConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
@@ -264,7 +266,7 @@ def validate(config: Config) -> list[str]:
             f"divide into rollout.updates_per_rollout = {updates}; use a divisor of {rows}"
         )
     micro = rollout.micro_batch_size
-    if (rows // updates) % micro:
+    if micro is not None and not config.packing.enabled and (rows // updates) % micro:
         raise ConfigError(
             f"rollout.micro_batch_size = {micro} does not divide the {rows // updates} rows of an "
             f"update; use a divisor of {rows // updates}"

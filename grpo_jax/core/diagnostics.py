@@ -155,6 +155,12 @@ def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
     }
 
 
+def neutral(name: str) -> float:
+    """What a part of a batch without any token adds to a raw metric: nothing."""
+    entry = TABLE.get(name)
+    return {"min": jnp.inf, "max": -jnp.inf}.get(entry.normaliser if entry else "none", 0.0)
+
+
 def sum_metrics(stacked: Metrics) -> Metrics:
     """Combine raw metrics that carry a leading axis of parts, as `lax.scan` and `vmap` return."""
     combine = {"min": jnp.min, "max": jnp.max}

@@ -25,15 +25,16 @@ Bins = list[list[int]]
 class PackingConfig:
     """Whether and how sequences share rows."""
 
-    enabled: bool = False
+    enabled: bool = False  # put several sequences into one row; changes speed, not numbers
+    # how sequences are distributed; see data/packing.py
     algorithm: Literal[
         "modified_first_fit_decreasing",
         "first_fit_decreasing",
         "first_fit_shuffle",
         "concatenative",
     ] = "modified_first_fit_decreasing"
-    row_length: int = 2048  # tokens of a packed row
-    max_sequences: int = 64  # sequences of a packed row
+    row_length: int = 2048  # tokens of a packed row; attention costs its square
+    max_sequences: int = 64  # sequences of a packed row, at most
     length_multiple: int = 1  # each sequence takes a multiple of this many tokens
     seed: int = 0  # of first_fit_shuffle
 
@@ -96,21 +97,35 @@ def pack_batch(
     Raises:
         ValueError: a sequence longer than a row, or more packed rows than `rows`.
     """
-    lengths = (np.asarray(batch.segment_ids) > 0).sum(axis=1).astype(np.int32)
-    present = np.flatnonzero(lengths)  # padding rows have no sequence
-    slots = -(-lengths[present] // config.length_multiple) * config.length_multiple
-    found = pack(slots.tolist(), config.row_length, config.algorithm, seed=config.seed)
-    bins = [
-        [int(present[i]) for i in one[first : first + config.max_sequences]]
-        for one in found
-        for first in range(0, len(one), config.max_sequences)
-    ]
+    lengths = sequence_lengths(batch)
+    bins = find_bins(lengths, np.flatnonzero(lengths), config)  # padding rows have no sequence
     target = -(-max(len(bins), 1) // rows_multiple) * rows_multiple if rows is None else rows
     if len(bins) > target:
         raise ValueError(
             f"the sequences need {len(bins)} packed rows but rows={rows}; raise rows or row_length"
         )
-    return _lay_out(batch, bins, lengths, target, config)
+    bins += [[] for _ in range(target - len(bins))]
+    return lay_out(batch, bins, config.row_length, config.length_multiple)
+
+
+def sequence_lengths(batch: Batch) -> np.ndarray:
+    """Tokens of each row of an unpacked batch, i32[N]; 0 for rows of padding."""
+    return (np.asarray(batch.segment_ids) > 0).sum(axis=1).astype(np.int32)
+
+
+def find_bins(lengths: np.ndarray, chosen: np.ndarray, config: PackingConfig) -> Bins:
+    """Distribute the `chosen` ones of N sequences over rows, at most `max_sequences` in each.
+
+    Raises:
+        ValueError: a sequence longer than a row.
+    """
+    slots = -(-lengths[chosen] // config.length_multiple) * config.length_multiple
+    found = pack(slots.tolist(), config.row_length, config.algorithm, seed=config.seed)
+    return [
+        [int(chosen[i]) for i in one[first : first + config.max_sequences]]
+        for one in found
+        for first in range(0, len(one), config.max_sequences)
+    ]
 
 
 def unpack(packed: np.ndarray, placement: Placement, width: int) -> np.ndarray:
@@ -122,16 +137,25 @@ def unpack(packed: np.ndarray, placement: Placement, width: int) -> np.ndarray:
     return np.where(inside, values, np.zeros((), values.dtype))
 
 
-def _lay_out(
-    batch: Batch, bins: Bins, lengths: np.ndarray, rows: int, config: PackingConfig
+def lay_out(
+    batch: Batch, bins: Bins, width: int, length_multiple: int = 1
 ) -> tuple[Batch, Placement]:
-    """Gather every array of the batch into its packed place, with one index for all of them."""
+    """Put the sequences of an unpacked batch into rows of `width` tokens, as `bins` says.
+
+    Args:
+        batch: one sequence a row, from column 0 on.
+        bins: for each row of the result the sequences in it; an empty one is a row of padding.
+        width: tokens a row.
+        length_multiple: each sequence takes a multiple of this many tokens.
+    """
+    # One index serves every array of the batch.
+    lengths, rows = sequence_lengths(batch), len(bins)
     placed_rows, starts, segments = (np.zeros(len(lengths), np.int32) for _ in range(3))
     for row, members in enumerate(bins):
         start = 0
         for segment, index in enumerate(members, start=1):
             placed_rows[index], starts[index], segments[index] = row, start, segment
-            start += -(-int(lengths[index]) // config.length_multiple) * config.length_multiple
+            start += -(-int(lengths[index]) // length_multiple) * length_multiple
     # One entry for each real token: only these are copied, never a sequence's alignment padding.
     source_row = np.repeat(np.arange(len(lengths)), lengths)
     source_column = np.arange(len(source_row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -139,14 +163,14 @@ def _lay_out(
 
     def gather(array: Any) -> np.ndarray:
         array = np.asarray(array)
-        out = np.zeros((rows, config.row_length), array.dtype)
+        out = np.zeros((rows, width), array.dtype)
         out[target] = array[source_row, source_column]
         return out
 
     packed = jax.tree.map(gather, batch)
-    ids = np.zeros((rows, config.row_length), np.int32)
+    ids = np.zeros((rows, width), np.int32)
     ids[target] = segments[source_row]
-    fill = float(lengths.sum()) / (rows * config.row_length)
+    fill = float(lengths.sum()) / max(rows * width, 1)
     return packed.replace(segment_ids=ids), Placement(placed_rows, starts, lengths, fill)
 
 

@@ -115,15 +115,6 @@ def count(batch: Batch) -> Counts:
     )
 
 
-def sum_counts(counts: Sequence[Counts]) -> Counts:
-    """Add the counts of several batches, or of several processes, into those of the whole."""
-
-    def add(*parts: Any) -> Any:
-        return np.float32(np.sum(np.asarray(parts, np.float64)))
-
-    return jax.tree.map(add, *counts)
-
-
 def pad_rows(batch: Batch, rows: int) -> Batch:
     """Append all-padding rows until the batch has `rows` of them; they carry no weight anywhere."""
     missing = rows - batch.tokens.shape[0]
@@ -144,12 +135,6 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
     parts = -(-total // rows)
     whole = pad_rows(batch, parts * rows)
     return [take_rows(whole, slice(i * rows, (i + 1) * rows)) for i in range(parts)]
-
-
-def stack_micro_batches(batch: Batch, rows: int) -> Batch:
-    """Reshape a batch to `[M, R, T]` micro-batches of `rows` rows, filled with padding rows."""
-    parts = split_rows(batch, rows)
-    return jax.tree.map(lambda *x: np.stack(x), *parts)
 
 
 def take_rows(batch: Batch, rows: slice | np.ndarray) -> Batch:
@@ -211,6 +196,21 @@ def padded_length(length: int, multiple: int) -> int:
     if multiple < 1:
         raise ValueError(f"length_multiple={multiple} is not positive; use 1 for no rounding")
     return max(-(-length // multiple), 1) * multiple
+
+
+def bucket_length(length: int, multiple: int) -> int:
+    """Round a length up to one of few widths: 1, 2, 3, 4, 6, 8, 12, 16, 24, … times `multiple`.
+
+    A run whose lengths differ then compiles a handful of programs, and from 4 multiples on pads by
+    less than a half.
+    """
+    return bucket_count(padded_length(length, multiple) // multiple) * multiple
+
+
+def bucket_count(least: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is at least `least`."""
+    power = 1 << max(least - 1, 0).bit_length()  # the next power of two
+    return power * 3 // 4 if power >= 4 and least <= power * 3 // 4 else power
 
 
 def fit_width(array: np.ndarray, width: int) -> np.ndarray:

@@ -20,11 +20,10 @@ from grpo_jax.core import logprobs, value_loss
 from grpo_jax.core.batch import Batch, Counts
 from grpo_jax.core.policy import Params, Policy
 from grpo_jax.core.value_loss import ValueLossConfig
-from grpo_jax.scale import rules
 from grpo_jax.train import step as steps
 from grpo_jax.train.optimizer import Optimizer, OptimizerConfig
 from grpo_jax.train.state import Placement, TrainState
-from grpo_jax.train.step import Metrics, ScoreStep, TrainStep
+from grpo_jax.train.step import Cut, Metrics, ScoreStep, TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ def values(trunk: Policy, params: Params, batch: Batch) -> jax.Array:
 
 
 def make_value_step(
-    trunk: Policy, *, micro_batches: int = 1, places: Placement | None = None
+    trunk: Policy, *, micro_batches: Cut = 1, places: Placement | None = None
 ) -> ScoreStep:
     """Compile the values of a batch under given parameters, without gradients.
 
@@ -80,20 +79,12 @@ def make_value_step(
     Returns:
       `(params, batch) -> f32[B, T]`, see `values`.
     """
-    mesh = None if places is None else places.mesh
-    trunk = steps.rows_stay(trunk, mesh)
+    trunk = steps.rows_stay(trunk, None if places is None else places.mesh)
 
     def score(params: Params, batch: Batch) -> jax.Array:
-        rules.check_rows(batch.tokens.shape[0], mesh, micro_batches)
-        if micro_batches == 1:
-            return values(trunk, params, batch)
-        parts = steps.split_rows(batch, micro_batches, mesh)
-        return steps.join_rows(jax.lax.map(lambda part: values(trunk, params, part), parts))
+        return values(trunk, params, batch)
 
-    if places is None:
-        return jax.jit(score)
-    rows = rules.batch_sharding(places.mesh)
-    return jax.jit(score, in_shardings=(places.state.params, rows), out_shardings=rows)
+    return steps.compile_score(score, micro_batches, places)
 
 
 def make_critic_step(
@@ -101,7 +92,7 @@ def make_critic_step(
     optimizer: Optimizer,
     config: ValueLossConfig,
     *,
-    micro_batches: int = 1,
+    micro_batches: Cut = 1,
     places: Placement | None = None,
 ) -> TrainStep:
     """Compile one optimizer update of the critic.

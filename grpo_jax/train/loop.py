@@ -22,10 +22,12 @@ from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
+from grpo_jax.train import layout as layouts
 from grpo_jax.train import prepare, reporting
 from grpo_jax.train import rollout as rollouts
 from grpo_jax.train.checkpoint import Checkpointer
 from grpo_jax.train.interrupt import Interrupt
+from grpo_jax.train.layout import Layout
 from grpo_jax.train.state import TrainState
 from grpo_jax.train.step import ScoreStep, TrainStep
 
@@ -62,6 +64,7 @@ class Parts(NamedTuple):
     rollout: rollouts.RolloutConfig
     evaluate: evaluating.EvaluateConfig
     rules: prepare.Rules
+    layout: Layout
     train_step: TrainStep
     score_previous: ScoreStep | None  # None where the current forward pass already says it
     score_reference: ScoreStep | None  # None without a KL penalty
@@ -171,8 +174,21 @@ def _step(
         "seconds/step": end - begin,
         "tokens_per_second": float(np.sum(rollout.rows.completion_lengths)) / (end - begin),
         "programs/sampler": parts.engine.programs,
-    }
+    } | _programs(parts)
     return state, metrics
+
+
+def _programs(parts: Parts) -> dict[str, float]:
+    """How many programs the updates and the score passes were compiled into so far."""
+    scores = [parts.score_previous, parts.score_reference, parts.score_teacher]
+    updates = [parts.train_step]
+    if parts.critic is not None:
+        scores.append(parts.critic.score)
+        updates.append(parts.critic.step)
+    return {
+        "programs/train": sum(step.programs for step in updates),
+        "programs/score": sum(step.programs for step in scores if step is not None),
+    }
 
 
 def _collect(parts: Parts, params: Params, key: jax.Array) -> rollouts.Rollout:
@@ -199,9 +215,10 @@ def _score(parts: Parts, state: TrainState, batch: Batch) -> Batch:
     wanted = {name: (score, params) for name, (score, params) in passes.items() if score}
     if not wanted:
         return batch
-    placed = parts.place(batch)
+    laid, width = parts.layout.lay_out(batch), batch.tokens.shape[1]
+    placed = parts.place(laid.batch)
     scored = {n: jax.device_get(score(params, placed)) for n, (score, params) in wanted.items()}
-    return batch.replace(**scored)
+    return batch.replace(**{name: laid.restore(x, width) for name, x in scored.items()})
 
 
 def _update(
@@ -220,8 +237,10 @@ def _update(
             names = ("update_applied", "skipped_empty", "skipped_nonfinite")
             return dataclasses.replace(state, critic=critic), found | dict.fromkeys(names, 0.0)
         batch = batch.replace(values=None, returns=None)  # the policy's loss does not read them
-    results = []
+    results, laid = [], []
     for i, (part, counts) in enumerate(_split(parts, batch)):
+        laid.append(parts.layout.lay_out(part))
+        part = laid[-1].batch
         placed = parts.place(part)
         asked = step in config.dump_steps
         current = parts.score_current(state.params, placed) if asked else None
@@ -239,7 +258,8 @@ def _update(
                     f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
                     f"no update was applied; the inputs are in {path}"
                 )
-    return dataclasses.replace(state, critic=critic), found | prepare.merge_updates(results)
+    metrics = found | prepare.merge_updates(results) | layouts.report(laid)
+    return dataclasses.replace(state, critic=critic), metrics
 
 
 def _update_critic(
@@ -248,7 +268,8 @@ def _update_critic(
     """Run the critic's updates, on the parts of the rollout that the policy's take too."""
     results = []
     for part, counts in _split(parts, batch):
-        state, metrics = critic.step(state, parts.place(part), counts)
+        placed = parts.place(parts.layout.lay_out(part).batch)
+        state, metrics = critic.step(state, placed, counts)
         results.append({name: float(x) for name, x in jax.device_get(metrics).items()})
         if results[-1]["skipped_nonfinite"] > 0:
             parts.reporter.say(

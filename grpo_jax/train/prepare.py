@@ -148,6 +148,7 @@ def weigh(rollout: Rollout, rules: Rules) -> Weighed:
 def collate(rollout: Rollout, weighed: Weighed, config: RolloutConfig) -> Batch:
     """Lay the rows out as one batch of a static number of rows, advantages still zero."""
     rows = rollout.rows
+    ends = np.asarray(rows.prompt_lengths) + np.asarray(rows.completion_lengths)
     batch = trajectories.collate(
         np.asarray(rows.tokens),
         np.asarray(rows.prompt_lengths),
@@ -156,7 +157,7 @@ def collate(rollout: Rollout, weighed: Weighed, config: RolloutConfig) -> Batch:
         advantages=np.zeros(len(rollout.texts)),
         sample_weights=weighed.weights,
         rewards=weighed.rewards.total,
-        length_multiple=config.length_multiple,
+        length=trajectories.bucket_length(int(ends.max(initial=0)), config.length_multiple),
     )
     return trajectories.pad_rows(batch, config.rows)
 

@@ -29,8 +29,12 @@ class RolloutConfig:
     completions_per_prompt: int = 8  # G; a group baseline needs at least 2
     updates_per_rollout: int = 1  # optimizer updates of one pass over the rows of a rollout
     epochs: int = 1  # passes over the rows of a rollout; its log-probabilities and values stay
-    micro_batch_size: int = 8  # rows a device sees at one time; changes memory, not numbers
-    length_multiple: int = 64  # rows are padded to a multiple of this many tokens
+    # rows a device sees at one time; changes memory, not numbers. null = 8, or 1 where rows are
+    # packed, or what micro_batch_tokens allows
+    micro_batch_size: int | None = None
+    micro_batch_tokens: int | None = None  # the same as tokens, padding included; give one of them
+    # rows are padded to 1, 2, 3, 4, 6, 8, 12, 16, 24, … times this many tokens, the longest decides
+    length_multiple: int = 64
     head_chunk: int | None = 512  # tokens whose logits exist at one time; null = all of them
 
     def __post_init__(self):
@@ -38,6 +42,11 @@ class RolloutConfig:
             value = getattr(self, field.name)
             if value is not None and value < 1:
                 raise ValueError(f"{field.name} = {value} must be at least 1")
+        if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
+            raise ValueError(
+                f"micro_batch_size = {self.micro_batch_size} and micro_batch_tokens = "
+                f"{self.micro_batch_tokens} both bound a micro-batch; set one of them to null"
+            )
 
     @property
     def rows(self) -> int:

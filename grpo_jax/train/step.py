@@ -7,12 +7,13 @@ One optimizer update on a whole global batch, cut into micro-batches:
     g ← scale · g           only where the loss asks for survivors as denominator
     θ ← θ + optimizer(g)    only if loss and gradient are finite and something is trained
 
-The sum over micro-batches is a `lax.scan` that carries the gradients alone. Metrics leave it
-stacked, `[M]` each, because some add up and some are extrema, and one table says which; a SUM
-accumulator around everything would add minima.
+The sum over micro-batches is a loop that carries the gradients. Metrics leave it stacked, `[M]`
+each, because some add up and some are extrema, and one table says which; a SUM accumulator around
+everything would add minima.
 
 A micro-batch takes every M-th row. With rows split over devices, each device then finds its part
-of every micro-batch among the rows it already holds.
+of every micro-batch among the rows it already holds. The loop ends with the last micro-batch that
+holds a token: shapes are static, and trailing micro-batches of padding cost nothing.
 
 Symbols: `B` rows, `T` tokens a row, `M` micro-batches.
 """
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.core import diagnostics, logprobs, losses, single_pass
+from grpo_jax.core import diagnostics, logprobs, losses, reductions, single_pass
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
@@ -37,9 +38,36 @@ from grpo_jax.train.optimizer import Optimizer
 from grpo_jax.train.state import Placement, TrainState
 
 Metrics = dict[str, jax.Array]
-TrainStep = Callable[[TrainState, Batch, Counts], tuple[TrainState, Metrics]]
 GradientStep = Callable[[Params, Batch, Counts], tuple[jax.Array, Params, Metrics]]
-ScoreStep = Callable[[Params, Batch], jax.Array]
+Cut = int | Callable[[int, int], int]
+"""Number of micro-batches, or a function of (rows, width) where shapes differ over a run."""
+
+
+class Program:
+    """A compiled function of (state or parameters, batch, …) that counts its compilations.
+
+    Where `max_segments` is given, a batch whose rows hold more sequences is refused on the host:
+    inside the compiled program the sequences beyond would be left out without a word.
+    """
+
+    def __init__(self, function: Callable[..., Any], max_segments: int | None = None, **jit: Any):
+        self._jitted = jax.jit(function, **jit)
+        self.max_segments = max_segments
+        self.lower = self._jitted.lower
+
+    def __call__(self, first: Any, batch: Batch, *rest: Any) -> Any:
+        if self.max_segments is not None:
+            reductions.check_slots(batch.segment_ids, self.max_segments)
+        return self._jitted(first, batch, *rest)
+
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled so far: one a shape of the batch."""
+        return self._jitted._cache_size()
+
+
+TrainStep = Program  # (state, batch, counts) -> (state, metrics)
+ScoreStep = Program  # (params, batch) -> f32[B, T]
 
 
 def make_train_step(
@@ -48,7 +76,7 @@ def make_train_step(
     loss_config: LossConfig,
     filter_config: FilterConfig,
     *,
-    micro_batches: int = 1,
+    micro_batches: Cut = 1,
     chunk_size: int | None = None,
     max_segments: int = 1,
     entropy: bool = False,
@@ -61,7 +89,8 @@ def make_train_step(
       optimizer: its transformation sees the gradient of the whole batch, once.
       loss_config: the loss.
       filter_config: temperature and filters, as the sampler used them.
-      micro_batches: into how many parts the rows are cut; bounds the memory, not the result.
+      micro_batches: into how many parts the rows are cut, or a function of (rows, width) that says
+        it; bounds the memory, not the result.
       chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
       max_segments: most sequences packed in one row; 1 when rows are not packed.
       entropy: also report the mean entropy; costs a pass over the logits.
@@ -89,16 +118,19 @@ def make_train_step(
         state, applied = apply_gradient(state, loss, grads, metrics, counts, optimizer)
         return state, metrics | applied
 
-    return compile_step(step, places)
+    return compile_step(step, places, max_segments)
 
 
-def compile_step(step: TrainStep, places: Placement | None) -> TrainStep:
+def compile_step(
+    step: Callable[..., Any], places: Placement | None, max_segments: int | None = None
+) -> TrainStep:
     """Compile `(state, batch, counts) -> (state, metrics)`, giving the state away."""
     if places is None:
-        return jax.jit(step, donate_argnums=0)
+        return Program(step, max_segments, donate_argnums=0)
     whole = rules.replicated(places.mesh)
-    return jax.jit(
+    return Program(
         step,
+        max_segments,
         donate_argnums=0,
         in_shardings=(places.state, rules.batch_sharding(places.mesh), whole),
         # Left free, the compiler may return a parameter in another layout than it came in, and the
@@ -112,7 +144,7 @@ def make_gradient_step(
     loss_config: LossConfig,
     filter_config: FilterConfig,
     *,
-    micro_batches: int = 1,
+    micro_batches: Cut = 1,
     chunk_size: int | None = None,
     max_segments: int = 1,
     entropy: bool = False,
@@ -127,11 +159,12 @@ def make_gradient_step(
         policy, loss_config, filter_config, micro_batches, chunk_size, max_segments, entropy, places
     )
     if places is None:
-        return jax.jit(gradient)
+        return Program(gradient, max_segments)
     whole = rules.replicated(places.mesh)
     rows = rules.batch_sharding(places.mesh)
-    return jax.jit(
+    return Program(
         gradient,
+        max_segments,
         in_shardings=(places.state.params, rows, whole),
         out_shardings=(whole, places.state.params, whole),
     )
@@ -142,7 +175,7 @@ def make_score_step(
     filter_config: FilterConfig,
     *,
     unfiltered: bool = False,
-    micro_batches: int = 1,
+    micro_batches: Cut = 1,
     chunk_size: int | None = None,
     places: Placement | None = None,
 ) -> ScoreStep:
@@ -169,17 +202,35 @@ def make_score_step(
     def score_one(params: Params, batch: Batch) -> jax.Array:
         return scores_of(params, batch).logprobs
 
-    def score(params: Params, batch: Batch) -> jax.Array:
-        rules.check_rows(batch.tokens.shape[0], mesh, micro_batches)
-        if micro_batches == 1:
+    return compile_score(score_one, micro_batches, places)
+
+
+def compile_score(
+    score_one: Callable[[Params, Batch], Any], micro_batches: Cut, places: Placement | None
+) -> ScoreStep:
+    """Compile `(params, batch) -> [B, T]` arrays, a micro-batch at a time."""
+    mesh = None if places is None else places.mesh
+
+    def score(params: Params, batch: Batch) -> Any:
+        count = parts_of(batch, micro_batches, mesh)
+        if count == 1:
             return score_one(params, batch)
-        parts = split_rows(batch, micro_batches, mesh)
-        return join_rows(jax.lax.map(lambda part: score_one(params, part), parts))
+        parts = split_rows(batch, count, mesh)
+        shapes = jax.eval_shape(score_one, params, part_at(parts, 0))
+        empty = jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
+
+        def body(i: jax.Array, done: Any) -> Any:
+            return jax.tree.map(
+                lambda x, y: x.at[i].set(y), done, score_one(params, part_at(parts, i))
+            )
+
+        done = jax.lax.fori_loop(0, parts_used(parts), body, stay_apart(empty, mesh))
+        return jax.tree.map(join_rows, done)
 
     if places is None:
-        return jax.jit(score)
+        return Program(score)
     rows = rules.batch_sharding(places.mesh)
-    return jax.jit(score, in_shardings=(places.state.params, rows), out_shardings=rows)
+    return Program(score, in_shardings=(places.state.params, rows), out_shardings=rows)
 
 
 def make_full_score_step(
@@ -188,17 +239,20 @@ def make_full_score_step(
     filter_config: FilterConfig,
     *,
     entropy: bool = False,
+    micro_batches: Cut = 1,
     chunk_size: int | None = None,
     places: Placement | None = None,
-) -> Callable[[Params, Batch], TokenScores]:
-    """Compile all that the loss is given of one forward pass; for dumps, so no micro-batches.
+) -> Program:
+    """Compile all that the loss is given of one forward pass, for dumps.
 
     Returns:
       `(params, batch) -> TokenScores` with exactly what the train step of these configs asks for.
     """
     mesh = None if places is None else places.mesh
     wanted = _loss_reads(loss_config, filter_config, entropy)
-    return jax.jit(_scorer(policy, filter_config, chunk_size, mesh, **wanted))
+    return compile_score(
+        _scorer(policy, filter_config, chunk_size, mesh, **wanted), micro_batches, places
+    )
 
 
 def _loss_reads(
@@ -277,14 +331,37 @@ def split_rows(batch: Any, parts: int, mesh: jax.sharding.Mesh | None = None) ->
     """Cut [B, ...] into [M, B/M, ...]; part m takes the rows m, m + M, m + 2M, …"""
 
     def one(x: jax.Array) -> jax.Array:
-        x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
-        if mesh is None:
-            return x
-        rows = rules.batch_sharding(mesh).spec
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *rows))
-        return jax.lax.with_sharding_constraint(x, place)
+        return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
-    return jax.tree.map(one, batch)
+    return stay_apart(jax.tree.map(one, batch), mesh)
+
+
+def stay_apart(parts: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Pin [M, B/M, ...] to the devices that hold the rows."""
+    if mesh is None:
+        return parts
+    rows = rules.batch_sharding(mesh).spec
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *rows))
+    return jax.lax.with_sharding_constraint(parts, place)
+
+
+def parts_of(batch: Batch, micro_batches: Cut, mesh: jax.sharding.Mesh | None) -> int:
+    """Say into how many micro-batches a batch of this shape is cut, once it is known to divide."""
+    rows, width = batch.tokens.shape
+    count = micro_batches if isinstance(micro_batches, int) else micro_batches(rows, width)
+    rules.check_rows(rows, mesh, count)
+    return count
+
+
+def parts_used(parts: Batch) -> jax.Array:
+    """Count the micro-batches [M, B/M, T] up to the last one that holds a token, i32[]."""
+    held = jnp.any(parts.segment_ids > 0, axis=(1, 2))
+    return jnp.max(jnp.where(held, jnp.arange(1, held.shape[0] + 1), 0))
+
+
+def part_at(parts: Any, i: Any) -> Any:
+    """Take one micro-batch [B/M, ...] out of [M, B/M, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), parts)
 
 
 def join_rows(parts: jax.Array) -> jax.Array:
@@ -296,7 +373,7 @@ def _gradient(
     policy: Policy,
     loss_config: LossConfig,
     filter_config: FilterConfig,
-    micro_batches: int,
+    micro_batches: Cut,
     chunk_size: int | None,
     max_segments: int,
     entropy: bool,
@@ -330,7 +407,7 @@ def _gradient(
 
 def summed_gradient(
     loss_of: Callable[[Params, Batch, Counts], tuple[jax.Array, Metrics]],
-    micro_batches: int,
+    micro_batches: Cut,
     places: Placement | None,
     sum_metrics: Callable[[Metrics], Metrics],
 ) -> GradientStep:
@@ -352,18 +429,27 @@ def summed_gradient(
         return jax.lax.with_sharding_constraint(grads, places.state.params)
 
     def gradient(params: Params, batch: Batch, counts: Counts):
-        rules.check_rows(batch.tokens.shape[0], mesh, micro_batches)
-        if micro_batches == 1:
+        count = parts_of(batch, micro_batches, mesh)
+        if count == 1:
             (loss, metrics), grads = value_and_grad(params, batch, counts)
             return loss, in_place(grads), metrics
-
-        def add(total: Params, part: Batch):
-            (loss, metrics), grads = value_and_grad(params, part, counts)
-            return in_place(jax.tree.map(jnp.add, total, grads)), (loss, metrics)
-
+        parts = split_rows(batch, count, mesh)
+        shape, shapes = jax.eval_shape(loss_of, params, part_at(parts, 0), counts)
         nothing = in_place(jax.tree.map(jnp.zeros_like, params))
-        parts = split_rows(batch, micro_batches, mesh)
-        grads, (partial_losses, stacked) = jax.lax.scan(add, nothing, parts)
+        empty = {
+            name: jnp.full((count, *s.shape), diagnostics.neutral(name), s.dtype)
+            for name, s in shapes.items()
+        }
+
+        def add(i: jax.Array, sums: tuple[Params, jax.Array, Metrics]):
+            total, partial_losses, stacked = sums
+            (loss, metrics), grads = value_and_grad(params, part_at(parts, i), counts)
+            total = in_place(jax.tree.map(jnp.add, total, grads))
+            stacked = {name: x.at[i].set(metrics[name]) for name, x in stacked.items()}
+            return total, partial_losses.at[i].set(loss), stacked
+
+        sums = nothing, jnp.zeros((count,), shape.dtype), empty
+        grads, partial_losses, stacked = jax.lax.fori_loop(0, parts_used(parts), add, sums)
         return jnp.sum(partial_losses), grads, sum_metrics(stacked)
 
     return gradient

@@ -131,13 +131,12 @@ def test_parts_have_one_shape_and_add_up_to_the_whole(size):
     whole = batch(sample_weights=np.array([1, 0, 0.25, 1, 0.5]), rewards=np.ones(5))
     parts = trajectories.split_rows(whole, size)
     assert {part.tokens.shape[0] for part in parts} == {size}
-    assert trajectories.sum_counts([count(part) for part in parts]) == count(whole)
+    sums = jax.tree.map(lambda *x: np.sum(x, dtype=np.float32), *map(count, parts))
+    assert sums == count(whole)
     joined = jax.tree.map(lambda *x: np.concatenate(x)[:5], *parts)
     assert same(joined, whole)
     padding = jax.tree.map(lambda *x: np.concatenate(x)[5:], *parts)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(padding))
-    stacked = trajectories.stack_micro_batches(whole, size)
-    assert stacked.tokens.shape == (len(parts), size, whole.tokens.shape[1])
 
 
 def test_parts_of_no_rows_and_too_few_rows_are_refused():

@@ -264,7 +264,7 @@ def test_the_second_step_compiles_nothing_and_keeps_its_places():
     for _ in range(3):
         before, (now, _) = now, train(now, batch, counts)
         assert all(x.is_deleted() for x in jax.tree.leaves(before))  # donated
-    assert train._cache_size() == 1
+    assert train.programs == 1
     jax.tree.map(lambda x, p: np.testing.assert_(x.sharding == p), now, places.state)
 
 
@@ -274,7 +274,7 @@ def test_the_batch_survives_the_step():
     now = create(make_params())
     for _ in range(2):
         now, _ = train(now, batch, masks.count(batch))
-    assert train._cache_size() <= 2  # one for arrays of the host, one for those of the device
+    assert train.programs <= 2  # one for arrays of the host, one for those of the device
     assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
 
 
