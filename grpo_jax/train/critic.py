@@ -20,10 +20,12 @@ from grpo_jax.core import logprobs, value_loss
 from grpo_jax.core.batch import Batch, Counts
 from grpo_jax.core.policy import Params, Policy
 from grpo_jax.core.value_loss import ValueLossConfig
+from grpo_jax.train import micro_batches as micro_batching
 from grpo_jax.train import step as steps
+from grpo_jax.train.micro_batches import Cut, Metrics
 from grpo_jax.train.optimizer import Optimizer, OptimizerConfig
 from grpo_jax.train.state import Placement, TrainState
-from grpo_jax.train.step import Cut, Metrics, ScoreStep, TrainStep
+from grpo_jax.train.step import ScoreStep, TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,7 @@ def make_critic_step(
     def add_up(stacked: Metrics) -> Metrics:
         return {name: jnp.sum(x, axis=0) for name, x in stacked.items()}
 
-    gradient = steps.summed_gradient(loss_of, micro_batches, places, add_up)
+    gradient = micro_batching.summed_gradient(loss_of, micro_batches, places, add_up)
 
     def step(state: TrainState, batch: Batch, counts: Counts) -> tuple[TrainState, Metrics]:
         loss, grads, metrics = gradient(state.params, batch, counts)

@@ -14,7 +14,7 @@ LAYOUTS = {
     "padded": {},
     "packed": {
         "rollout": {"micro_batch_size": None},
-        "packing": {"enabled": True, "row_length": 320, "max_sequences": 8},
+        "packing": {"enabled": True, "row_length": 200, "max_sequences": 8},
     },
     "token_budget": {"rollout": {"micro_batch_size": None, "micro_batch_tokens": 400}},
 }

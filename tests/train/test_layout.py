@@ -15,7 +15,7 @@ from grpo_jax.models.presets import ModelConfig
 from grpo_jax.scale import rules
 from grpo_jax.scale.mesh import MeshConfig, make_mesh
 from grpo_jax.train import layout as layouts
-from grpo_jax.train import optimizer, state, step
+from grpo_jax.train import micro_batches, optimizer, state, step
 from grpo_jax.train.layout import Layout
 from grpo_jax.train.optimizer import OptimizerConfig
 from tests.train.test_step import assert_same
@@ -23,10 +23,10 @@ from tests.train.test_step import assert_same
 MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 WIDTH, VOCABULARY = 12, 24
 CONFIGS = {
+    "gspo": LossConfig(sequence_level_importance_ratios=True, token_level_loss=False),
     "token_level": LossConfig(),
     "sequence_level": LossConfig(
         token_level_loss=False,
-        sequence_level_importance_ratios=True,
         use_importance_sampling_correction=True,
         truncated_importance_sampling_type="seq-mask-tis",
         truncated_importance_sampling_ratio=1.5,
@@ -189,10 +189,10 @@ def test_no_micro_batch_exceeds_its_tokens_and_padding_comes_last():
         rows, width = laid.batch.tokens.shape
         count = layout.micro_batches(rows, width)
         assert rows // count // layout.shards * width <= layout.micro_tokens
-        parts = step.split_rows(laid.batch, count)
+        parts = micro_batches.split_rows(laid.batch, count)
         held = np.asarray(parts.segment_ids > 0).any(axis=(1, 2))
         assert held.tolist() == [i < laid.micro_batches for i in range(count)]
-        assert int(step.parts_used(parts)) == laid.micro_batches
+        assert int(micro_batches.parts_used(parts)) == laid.micro_batches
         assert laid.restore(laid.batch.token_mask, 8).tolist() == batch.token_mask.tolist()
 
 

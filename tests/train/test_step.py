@@ -19,7 +19,7 @@ from grpo_jax.models import transformer
 from grpo_jax.models.presets import ModelConfig
 from grpo_jax.scale import rules
 from grpo_jax.scale.mesh import MeshConfig, make_mesh
-from grpo_jax.train import optimizer, state, step
+from grpo_jax.train import micro_batches, optimizer, state, step
 from grpo_jax.train.optimizer import OptimizerConfig
 
 V, D, B, T = 12, 8, 16, 6
@@ -180,9 +180,9 @@ def test_rows_that_do_not_divide_are_refused():
 
 def test_rows_come_back_in_order():
     x = jnp.arange(24).reshape(12, 2)
-    parts = step.split_rows(x, 3)
+    parts = micro_batches.split_rows(x, 3)
     np.testing.assert_array_equal(parts[1], x[1::3])
-    np.testing.assert_array_equal(step.join_rows(parts), x)
+    np.testing.assert_array_equal(micro_batches.join_rows(parts), x)
 
 
 def test_our_own_model_on_a_mesh():
