@@ -39,19 +39,22 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], max_segments: int | None = None, **jit: Any):
-        self._jitted = jax.jit(function, **jit)
+        self.programs = 0
+        """How many programs were compiled so far: one a shape of the batch."""
         self.max_segments = max_segments
+
+        @functools.wraps(function)
+        def counted(*arguments: Any) -> Any:
+            self.programs += 1  # runs once a trace, never in the compiled program
+            return function(*arguments)
+
+        self._jitted = jax.jit(counted, **jit)
         self.lower = self._jitted.lower
 
     def __call__(self, first: Any, batch: Batch, *rest: Any) -> Any:
         if self.max_segments is not None:
             reductions.check_slots(batch.segment_ids, self.max_segments)
         return self._jitted(first, batch, *rest)
-
-    @property
-    def programs(self) -> int:
-        """How many programs were compiled so far: one a shape of the batch."""
-        return self._jitted._cache_size()
 
 
 TrainStep = Program  # (state, batch, counts) -> (state, metrics)
