@@ -250,3 +250,14 @@ def test_a_run_refuses_a_top_k_beyond_the_vocabulary():
 def test_training_refuses_greedy():
     with pytest.raises(ValueError, match="temperature=0.0 is greedy decoding"):
         filtering.check_trainable(FilterConfig(temperature=0.0))
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("config", [FilterConfig(top_p=0.9), FilterConfig(top_k=2000, top_p=0.9)])
+def test_a_faulty_row_ends_the_search_and_leaves_its_neighbours_alone(config, spread):
+    logits = np.random.default_rng(0).normal(size=(4, 3000)).astype(np.float32)
+    clean = logits.copy()
+    logits[0, 5], logits[1, 7], logits[2] = np.nan, np.inf, -np.inf
+    search = jax.jit(lambda z: filtering.support(z, config, spread=spread))
+    for dirty, wanted in zip(search(logits), search(clean), strict=True):
+        assert dirty[3] == wanted[3]
