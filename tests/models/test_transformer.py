@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.core import logprobs
+from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Params, Policy
 from grpo_jax.models import hf, presets, transformer
 
@@ -138,6 +140,32 @@ def test_padding_more_changes_nothing(tiny, rows):
     real = np.asarray(segment_ids[:2, :9]) > 0
     # Another width may sum in another order: a few units in the last place of values around 1.
     np.testing.assert_allclose(np.asarray(wide)[:2, :9][real], np.asarray(narrow)[real], atol=5e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_report_a37_padding_left_or_right_leaves_log_probabilities_alone(tiny, chunk_size):
+    real, places = jnp.array([[7, 5, 9, 7, 3]]), jnp.arange(5)[None]
+
+    @jax.jit
+    def padded_scores(pad):
+        widen = lambda x, value: jnp.pad(  # noqa: E731
+            x, ((0, 0), (3, 3)), constant_values=value
+        )
+        tokens = jnp.where(widen(real, -1) < 0, pad, widen(real, -1))
+        scores = logprobs.token_scores(
+            tiny.policy, tiny.params, tokens, widen(places, 0), widen(jnp.ones_like(real), 0),
+            filter=FilterConfig(), chunk_size=chunk_size,
+        )  # fmt: skip
+        return scores.logprobs[0]
+
+    alone = logprobs.token_scores(
+        tiny.policy, tiny.params, real, places, jnp.ones_like(real),
+        filter=FilterConfig(), chunk_size=chunk_size,
+    ).logprobs[0]  # fmt: skip
+    for pad in (0, 7):  # 7 is also a real token
+        padded = padded_scores(pad)
+        np.testing.assert_allclose(padded[3:8], alone, atol=1e-5)
+        np.testing.assert_array_equal(padded[jnp.array([0, 1, 2, 8, 9, 10])], 0)
 
 
 def test_a_token_never_sees_what_comes_later(tiny, rows):
