@@ -1,6 +1,6 @@
 """Time the update of packed against padded rows on batches of very unequal lengths.
 
-    python scripts/bench_packing.py [--sequences 96] [--rounds 3] [--width 128] [--layers 2]
+    python scripts/bench_packing.py [--sequences 128] [--rounds 3] [--width 128] [--layers 2]
 
 Lengths are log-normal with a median of 200 tokens, at most 2,048; `sigma` says how unequal they
 are. Both layouts run value, gradient and every metric of the same loss on the same sequences in
@@ -59,7 +59,7 @@ def make_batch(sequences: int, sigma: float) -> Batch:
 def main() -> None:
     """Print a table and the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sequences", type=int, default=96)
+    parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_jax import build
+from grpo_jax import config as configs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
 from grpo_jax.data import trajectories
@@ -18,6 +20,7 @@ from grpo_jax.train import layout as layouts
 from grpo_jax.train import micro_batches, optimizer, state, step
 from grpo_jax.train.layout import Layout
 from grpo_jax.train.optimizer import OptimizerConfig
+from grpo_jax.train.rollout import RolloutConfig
 from tests.train.test_step import assert_same
 
 MESH = MeshConfig(data=2, fsdp=2, tensor=2)
@@ -248,3 +251,27 @@ def test_more_sequences_than_slots_open_another_row_and_too_few_slots_are_refuse
     gradient = step.make_gradient_step(policy, LossConfig(), FilterConfig())
     with pytest.raises(ValueError, match="a row holds 2 sequences but max_segments=1"):
         gradient(params, laid.batch, trajectories.count(laid.batch))
+
+
+def test_one_bound_of_a_micro_batch_is_enough():
+    with pytest.raises(ValueError, match="= 2 and micro_batch_tokens = 64 both bound"):
+        RolloutConfig(micro_batch_size=2, micro_batch_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"packing": {"enabled": True, "row_length": 64}}, "more than packing.row_length = 64"),
+        ({"rollout": {"micro_batch_tokens": 100}}, "128 tokens, more than rollout.micro_batch_tok"),
+        (
+            {"packing": {"enabled": True}, "rollout": {"micro_batch_tokens": 512}},
+            "a row may have 2048 tokens",
+        ),
+    ],
+)
+def test_what_can_not_fit_is_refused_before_the_run(sections, message):
+    """A prompt with its completion of 70 tokens, in rows of multiples of 64."""
+    config = configs.from_dict(sections)
+    build._check_widths(configs.from_dict({}), 70)
+    with pytest.raises(configs.ConfigError, match=message):
+        build._check_widths(config, 70)
