@@ -161,6 +161,13 @@ def _describe(
         f"{config.rollout.completions_per_prompt} completions of up to "
         f"{config.sampling.max_new_tokens} tokens, {config.rollout.updates} update(s)"
     )
+    if config.advantage.needs_teacher:
+        console.print(f"teacher {config.teacher.path}")
+    if config.advantage.needs_values:
+        console.print(
+            "critic  a value head on a copy of the model; for the first "
+            f"{config.critic.warmup_steps} step(s) it is trained alone"
+        )
 
 
 def _finish(
