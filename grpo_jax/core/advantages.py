@@ -246,8 +246,11 @@ def _gdpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> 
     metrics: dict[str, float] = {}
     weighed = estimators_group.weigh_components(inputs.components, config.reward_weights)
     for name, values, weight in weighed:
-        values, stats = _compare(config, inputs, values)
-        part = values - stats.baseline
+        # A component without a verdict on a row has no say there: neither a vote nor an advantage.
+        spoken = ~np.isnan(np.asarray(values, np.float64))
+        votes = spoken if inputs.valid is None else spoken & (np.asarray(inputs.valid) != 0)
+        values, stats = _compare(config, dataclasses.replace(inputs, valid=votes), values)
+        part = np.where(spoken, values - stats.baseline, 0.0)
         if config.normalize_rewards:
             part = estimators_group.normalise(part, stats.std, config.epsilon)
         total += weight * part

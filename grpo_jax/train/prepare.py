@@ -17,6 +17,7 @@ from grpo_jax.core import advantages as estimators
 from grpo_jax.core import diagnostics
 from grpo_jax.core.advantages import AdvantageConfig
 from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards import shaping
@@ -335,7 +336,7 @@ def sample_rows(
                 "stop_reason": STOP_REASONS[int(rows.stop_reasons[i])],
                 "completion_length": len(ids),
                 "tokens": ids,
-                "token_texts": [tokenizer.decode([token], skip_special=False) for token in ids],
+                "token_texts": tokenizers.token_texts(tokenizer, ids),
                 "generation_logprobs": np.asarray(rows.logprobs)[i, span].tolist(),
                 "prev_logprobs": None
                 if batch.prev_logprobs is None

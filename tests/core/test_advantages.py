@@ -342,3 +342,16 @@ def test_baseline_shares():
 def test_configurations_that_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         AdvantageConfig(**config)
+
+
+def test_gdpo_a_component_without_a_verdict_on_a_row_has_no_say_there():
+    """NaN is "no verdict": the row keeps its other component, and the run does not end."""
+    both = {"a": np.array([1.0, np.nan, 0.0, 1.0]), "b": np.array([0.0, 1.0, 1.0, 0.0])}
+    config = AdvantageConfig(estimator="gdpo", use_leave_one_out_baseline=False)
+    out = advantages.compute(
+        config, AdvantageInputs(np.zeros(4), np.zeros(4, int), components=both)
+    ).advantages
+    std = np.array([1.0, 0.0, 1.0]).std(ddof=1)
+    a = np.array([1 / 3, 0.0, -2 / 3, 1 / 3]) / (std + 1e-6)
+    a_b = a + np.array([-0.5, 0.5, 0.5, -0.5]) / (both["b"].std(ddof=1) + 1e-6)
+    np.testing.assert_allclose(out, (a_b - a_b.mean()) / a_b.std(ddof=1), rtol=1e-12)
