@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.core import filtering
+from grpo_jax.core import lanes as moves
 from grpo_jax.core.batch import TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Head, Params, Policy, UnembedFn
@@ -325,39 +326,17 @@ def _score_in_chunks(
     lanes: int,
 ) -> TokenScores:
     """Move the scored tokens of each lane to its front, score them in chunks, move them back."""
-    rows, width = targets.shape
-    tokens_a_lane, chunk = lane_and_chunk(rows, width, chunk_size, lanes)
-    padded = -(-tokens_a_lane // chunk) * chunk
-
-    def to_lanes(x: jax.Array) -> jax.Array:
-        return x.reshape(lanes, tokens_a_lane, *x.shape[2:])
-
-    order = jnp.argsort(~to_lanes(scored), axis=-1, stable=True)
-    chunks = -(-jnp.max(jnp.sum(to_lanes(scored), axis=-1)) // chunk)
-
-    def front(x: jax.Array) -> jax.Array:
-        x = jax.vmap(lambda a, i: a[i])(to_lanes(x), order)
-        return jnp.pad(x, [(0, 0), (0, padded - tokens_a_lane)] + [(0, 0)] * (x.ndim - 2))
+    order, chunk, chunks = moves.lane_order(scored, chunk_size, lanes)
+    in_front = jax.tree.map(
+        lambda x: moves.take(moves.to_lanes(x, lanes), order), (hidden, targets, kept_ids)
+    )
+    scores = _chunked(spec, chunk, head, *in_front, chunks)
 
     def back(x: jax.Array) -> jax.Array:
-        x = jax.vmap(lambda a, i: jnp.zeros_like(a).at[i].set(a, unique_indices=True))(
-            x[:, :tokens_a_lane], order
-        )
-        return x.reshape(rows, width)
+        empty = jnp.zeros_like(moves.to_lanes(targets, lanes), x.dtype)
+        return moves.put(empty, order, x).reshape(targets.shape)
 
-    in_front = jax.tree.map(front, (hidden, targets, kept_ids))
-    scores = _chunked(spec, chunk, head, *in_front, chunks)
     return jax.tree.map(back, scores)
-
-
-def lane_and_chunk(rows: int, width: int, chunk_size: int, lanes: int) -> tuple[int, int]:
-    """Tokens of a lane and of a chunk."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1 token, or None for no chunks")
-    if lanes < 1 or rows % lanes:
-        raise ValueError(f"lanes={lanes} must divide the {rows} rows of the batch")
-    tokens_a_lane = rows * width // lanes
-    return tokens_a_lane, min(chunk_size, tokens_a_lane)
 
 
 def _slices(tree, start: jax.Array, size: int):
@@ -413,11 +392,19 @@ def _chunked_backward(spec, chunk, residuals, cotangents):
         d_head, d_h = pull_back(spec, head, h, d_logits, d_head)
         return d_head, _put(d_hidden, d_h, start)
 
-    # A sum for each lane, so that on a mesh the lanes meet once, after the loop.
-    nothing = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), _wide(w)), head)
-    d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, (nothing, jnp.zeros_like(hidden)))
-    d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
-    return d_head, d_hidden, None, None, None
+    start = (head_sums(head, lanes), jnp.zeros_like(hidden))
+    d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, start)
+    return lanes_together(d_head, head), d_hidden, None, None, None
+
+
+def head_sums(head: Head, lanes: int) -> Head:
+    """Zeros to add the head's gradient up in, one sum a lane: on a mesh they meet once, after."""
+    return jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), _wide(w)), head)
+
+
+def lanes_together(d_head: Head, head: Head) -> Head:
+    """Add the lanes' sums up, in the head's own number type."""
+    return jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
 
 
 def _wide(x: jax.Array):

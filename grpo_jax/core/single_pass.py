@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpo_jax.core import corrections, filtering, logprobs, losses, row_blocks
+from grpo_jax.core import lanes as moves
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.diagnostics import Metrics
 from grpo_jax.core.filtering import FilterConfig
@@ -165,26 +166,18 @@ def _scores_and_gradient(
       The scores [B, T], 0 where nothing is scored; and the gradients of head and hidden states.
     """
     head, hidden, targets, scored = ready
-    rows, width = targets.shape
-    tokens_a_lane, chunk = logprobs.lane_and_chunk(rows, width, chunk_size, lanes)
+    order, chunk, chunks = moves.lane_order(scored, chunk_size, lanes)
 
-    def to_lanes(x: jax.Array) -> jax.Array:
-        return x.reshape(lanes, tokens_a_lane, *x.shape[2:])
+    def lanes_of(x: jax.Array) -> jax.Array:
+        return moves.to_lanes(x, lanes)
 
     def to_rows(x: jax.Array) -> jax.Array:
-        return x.reshape(rows, width, *x.shape[2:])
-
-    take = jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))
-    put = jax.vmap(lambda x, at, new: x.at[at].set(new, mode="drop", unique_indices=True))
-    order = jnp.argsort(~to_lanes(scored), axis=-1, stable=True)
-    # Beyond the end of a lane: reads 0, writes nothing.
-    beyond = tokens_a_lane + jnp.arange(-tokens_a_lane % chunk, dtype=order.dtype)
-    order = jnp.concatenate([order, jnp.broadcast_to(beyond, (lanes, beyond.size))], axis=1)
-    chunks = -(-jnp.max(jnp.sum(to_lanes(scored), axis=-1)) // chunk)
+        return x.reshape(*targets.shape, *x.shape[2:])
 
     # Moved once, outside the loop: a mesh that shares hidden states out by width would otherwise
     # collect all of them for every chunk.
-    in_order = (order, *(take(to_lanes(x), order) for x in (hidden, targets, scored)))
+    moved = (moves.take(lanes_of(x), order) for x in (hidden, targets, scored))
+    in_order = (order, *moved)
 
     def forward(start: jax.Array | int):
         part = (jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1) for x in in_order)
@@ -196,21 +189,17 @@ def _scores_and_gradient(
         scores, d_head, d_hidden = carry
         start = i * chunk
         at, h, on, new, residuals = forward(start)
-        scores = jax.tree.map(lambda x, s: put(x, at, jnp.where(on, s, 0)), scores, new)
+        scores = jax.tree.map(lambda x, s: moves.put(x, at, jnp.where(on, s, 0)), scores, new)
         upstream = derivative(jax.tree.map(to_rows, scores))
-        upstream = jax.tree.map(lambda g: jnp.where(on, take(to_lanes(g), at), 0), upstream)
+        upstream = jax.tree.map(lambda g: jnp.where(on, moves.take(lanes_of(g), at), 0), upstream)
         d_logits = logprobs.score_backward(spec, residuals, upstream)[0]
         d_head, d_h = logprobs.pull_back(spec, head, h, d_logits, d_head)
         d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, start, axis=1)
         return scores, d_head, d_hidden
 
     shapes = jax.eval_shape(lambda: forward(0)[3])
-    scores = jax.tree.map(lambda s: jnp.zeros((lanes, tokens_a_lane), s.dtype), shapes)
-    # A sum for each lane, so that on a mesh the lanes meet once, after the loop.
-    wide = lambda w: jnp.promote_types(w.dtype, jnp.float32)  # noqa: E731
-    d_head = jax.tree.map(lambda w: jnp.zeros((lanes, *w.shape), wide(w)), head)
-    nothing = (scores, d_head, jnp.zeros_like(in_order[1]))
+    scores = jax.tree.map(lambda s: jnp.zeros_like(lanes_of(targets), s.dtype), shapes)
+    nothing = (scores, logprobs.head_sums(head, lanes), jnp.zeros_like(in_order[1]))
     scores, d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, nothing)
-    d_hidden = put(jnp.zeros_like(to_lanes(hidden)), order, d_hidden)
-    d_head = jax.tree.map(lambda g, w: jnp.sum(g, axis=0).astype(w.dtype), d_head, head)
-    return jax.tree.map(to_rows, scores), (d_head, to_rows(d_hidden))
+    d_hidden = to_rows(moves.put(jnp.zeros_like(lanes_of(hidden)), order, d_hidden))
+    return jax.tree.map(to_rows, scores), (logprobs.lanes_together(d_head, head), d_hidden)

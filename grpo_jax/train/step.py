@@ -286,11 +286,10 @@ def rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
         return jax.lax.with_sharding_constraint(policy.hidden(*arguments), rows)
 
     def head(params: Params) -> Any:
+        weights = policy.head(params)
         if not policy.row_wise_head:
-            return policy.head(params)
-        return jax.lax.with_sharding_constraint(
-            policy.head(params), jax.tree.map(vocabulary_split, policy.head(params))
-        )
+            return weights
+        return jax.lax.with_sharding_constraint(weights, jax.tree.map(vocabulary_split, weights))
 
     shards = mesh.shape.get("tensor", 1)
 
