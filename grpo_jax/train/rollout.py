@@ -76,7 +76,7 @@ class Rollout(NamedTuple):
     rows: Generation  # tokens i32[N, W] and what the sampler says of them
     texts: list[str]  # N, without special tokens
     scores: Scores
-    seconds: dict[str, float]  # "rollout", "reward"
+    seconds: dict[str, float]  # "rollout", "decode", "reward"
     overrides: list[tuple[Override, ...]]  # N, later ones win
 
     @property
@@ -109,6 +109,7 @@ def collect(
     repeated, group_ids = repeat_prompts(prompts, completions)
     ids = completion_ids(rows)
     texts = tokenizer.decode_batch(ids)
+    decoded = time.perf_counter()
     scores = scorer.score(
         [prompt.example for prompt in repeated],
         texts,
@@ -118,7 +119,11 @@ def collect(
     flagged = [
         overrides(tokenizer, row, spans) for row, spans in zip(ids, scores.spans, strict=True)
     ]
-    seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
+    seconds = {
+        "rollout": sampled - start,
+        "decode": decoded - sampled,
+        "reward": time.perf_counter() - decoded,
+    }
     return Rollout(repeated, group_ids, rows, texts, scores, seconds, flagged)
 
 

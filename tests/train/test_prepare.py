@@ -59,7 +59,7 @@ def rollout(
             masked=np.array(masked, bool),
             spans=[()] * 4,
         ),
-        seconds={"rollout": 1.0, "reward": 0.5},
+        seconds={"rollout": 1.0, "decode": 0.1, "reward": 0.5},
         overrides=list(overrides),
     )
 
@@ -219,7 +219,7 @@ def test_dynamic_sampling_collects_until_groups_differ():
     assert whole.scores.total.tolist() == [1, 0, 1, 0]
     assert len(set(whole.group_ids.tolist())) == 2
     assert metrics["dynamic_sampling/num_gen_batches"] == 2
-    assert whole.seconds == {"rollout": 2.0, "reward": 1.0}
+    assert whole.seconds == {"rollout": 2.0, "decode": 0.2, "reward": 1.0}
 
 
 def test_a_short_step_is_filled_with_rows_without_weight():
