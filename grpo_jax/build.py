@@ -19,7 +19,7 @@ from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.scale import mesh as meshes
-from grpo_jax.scale import rules
+from grpo_jax.scale import processes, rules
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import critic as critics
 from grpo_jax.train import dump, loop, optimizer, prepare, reporting
@@ -232,6 +232,8 @@ def build_stream(
         int(config.rollout.prompts_per_step * config.filters.batch_multiplier),
         seed=config.data.seed,
         remainder=config.data.remainder,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
     )
 
 
@@ -358,6 +360,7 @@ def build_parts(
         dump=lambda path, batch, counts, current: dump.dump_step(
             path, batch, counts, current, loss, filtering_on=filter_config.active
         ),
+        gather=processes.gather,
         checkpointer=checkpointer,
         reporter=reporter,
     )

@@ -127,7 +127,7 @@ def one_step(
         return rollouts.collect(sampler, (), tokenizer, scorer, prompts, GROUP, key)
 
     mark = time.perf_counter()
-    rollout, _ = prepare.gather(collect, jax.random.key(0), rules, config)
+    rollout, _ = prepare.sample(collect, jax.random.key(0), rules, config)
     gathered = time.perf_counter() - mark
     clock.add("decode", rollout.seconds["decode"])
     clock.add("score", rollout.seconds["reward"])

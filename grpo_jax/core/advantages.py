@@ -6,10 +6,11 @@ GRPO, Dr. GRPO, RLOO and GDPO give one number a sequence, f64[N], which the call
 tokens; REINFORCE++, GAE, OPD and raw rewards give one a token, f64[N, T]. All run on the host in
 double precision (see `estimators_group` for why numpy).
 
-Rows of one group must be in one call. Where a group is spread over processes, gather `rewards` and
-`groups` first (they are `N` numbers), compute, and take your own rows: the result does not depend
-on the order of the rows. Statistics over the whole batch (whitening, the global baseline of OPD)
-are added over processes by `all_sum`.
+Rows of one group must be in one call, which the loop sees to: a process samples whole groups. Where
+a group is spread all the same, gather `rewards` and `groups` first (they are `N` numbers), compute,
+and take your own rows: the result does not depend on the order of the rows. Statistics over the
+whole batch (whitening, the global baseline of OPD) and all metrics are added over processes by
+`all_sum`.
 
 Symbols: `N` rows (completions), `T` tokens.
 """
@@ -22,7 +23,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from grpo_jax.core import estimators_group, estimators_token, kl
-from grpo_jax.core.estimators_group import AllSum, GroupStatistics
+from grpo_jax.core.estimators_group import AllReduce, GroupStatistics
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "gae", "opd", "raw"]
 GROUPED = ("grpo", "dr_grpo", "rloo", "gdpo")  # always compare completions of one prompt
@@ -158,7 +159,7 @@ def validate_group_size(config: AdvantageConfig, group_size: int) -> None:
 
 
 def compute(
-    config: AdvantageConfig, inputs: AdvantageInputs, *, all_sum: AllSum = np.asarray
+    config: AdvantageConfig, inputs: AdvantageInputs, *, all_sum: AllReduce = np.asarray
 ) -> AdvantageOutput:
     """Make the advantages of one step's rows, before overrides and clipping.
 
@@ -202,21 +203,31 @@ def override_spans(advantages: np.ndarray, spans: list[Span], width: int) -> np.
     return out
 
 
-def summarise(advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """Mean, extremes and spread over trained tokens (token mask · sample weight), 0 without any."""
+def summarise(
+    advantages: np.ndarray,
+    mask: np.ndarray,
+    *,
+    all_sum: AllReduce = np.asarray,
+    all_max: AllReduce = np.asarray,
+) -> dict[str, float]:
+    """Mean, extremes and spread over trained tokens (token mask · sample weight), 0 without any.
+
+    `all_sum` and `all_max` reach over all processes.
+    """
     if advantages.ndim == 1:
         advantages = np.broadcast_to(advantages[:, None], mask.shape)
     x = advantages[mask != 0]
-    mean, std = estimators_token.moments(advantages, mask, np.asarray)
+    mean, std = estimators_token.moments(advantages, mask, all_sum)
+    low, high = all_max(np.array([-x.min(initial=np.inf), x.max(initial=-np.inf)])) * (-1, 1)
     return {
         "advantages/mean": mean,
         "advantages/std": std,
-        "advantages/min": float(x.min(initial=np.inf)) if x.size else 0.0,
-        "advantages/max": float(x.max(initial=-np.inf)) if x.size else 0.0,
+        "advantages/min": float(low) if low <= high else 0.0,
+        "advantages/max": float(high) if low <= high else 0.0,
     }
 
 
-def _grpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _grpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce) -> AdvantageOutput:
     """A = r − b, divided by s + ε where s > 0."""
     rewards, stats = _compare(config, inputs, inputs.rewards)
     advantages = rewards - stats.baseline
@@ -225,22 +236,24 @@ def _grpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> 
         advantages = estimators_group.normalise(advantages, np.asarray(std), config.epsilon)
     elif config.normalize_rewards:
         advantages = estimators_group.normalise(advantages, stats.std, config.epsilon)
-    return AdvantageOutput(advantages, _group_metrics(stats), statistics=stats)
+    return AdvantageOutput(advantages, _group_metrics(stats, all_sum), statistics=stats)
 
 
-def _dr_grpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _dr_grpo(
+    config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce
+) -> AdvantageOutput:
     """A = r − mean of the group: GRPO without its two biases (the other one is the loss's)."""
     plain = dataclasses.replace(config, normalize_rewards=False, use_leave_one_out_baseline=False)
     return _grpo(plain, inputs, all_sum)
 
 
-def _rloo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _rloo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce) -> AdvantageOutput:
     """A = r − mean of the others of the group."""
     plain = dataclasses.replace(config, normalize_rewards=False, use_leave_one_out_baseline=True)
     return _grpo(plain, inputs, all_sum)
 
 
-def _gdpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _gdpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce) -> AdvantageOutput:
     """A = whiten(Σ_c w_c · GRPO(component c)), so that no component drowns another."""
     total = np.zeros(len(inputs.groups))
     metrics: dict[str, float] = {}
@@ -254,12 +267,12 @@ def _gdpo(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> 
         if config.normalize_rewards:
             part = estimators_group.normalise(part, stats.std, config.epsilon)
         total += weight * part
-        metrics[f"advantages/constant_groups/{name}"] = _constant_share(stats)
+        metrics[f"advantages/constant_groups/{name}"] = _constant_share(stats, all_sum)
     return AdvantageOutput(estimators_group.whiten_rows(total, inputs.valid, all_sum), metrics)
 
 
 def _reinforce_plus_plus(
-    config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum
+    config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce
 ) -> AdvantageOutput:
     """A_t = whiten over all tokens (r [− group mean] − β · KL_t)."""
     mask = _need("mask", inputs.mask, config)
@@ -267,12 +280,11 @@ def _reinforce_plus_plus(
     rewards, stats = _compare(plain, inputs, inputs.rewards)
     centred = rewards - stats.baseline if config.minus_baseline else rewards
     tokens = np.broadcast_to(centred[:, None], mask.shape) - _kl_penalty(config, inputs)
-    return AdvantageOutput(
-        estimators_token.whiten(tokens, mask, all_sum), _group_metrics(stats), statistics=stats
-    )
+    whitened = estimators_token.whiten(tokens, mask, all_sum)
+    return AdvantageOutput(whitened, _group_metrics(stats, all_sum), statistics=stats)
 
 
-def _gae(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _gae(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce) -> AdvantageOutput:
     """Generalised advantage estimates, with separate λ for the critic and the policy if asked."""
     mask = _need("mask", inputs.mask, config)
     values = np.asarray(_need("values", inputs.values, config), np.float64)
@@ -292,7 +304,7 @@ def _gae(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
     return AdvantageOutput(np.where(mask != 0, advantages, 0), metrics, returns=returns)
 
 
-def _opd(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _opd(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce) -> AdvantageOutput:
     """A_t = log p_teacher − log p_policy; rewards are not used."""
     mask = _need("mask", inputs.mask, config)
     student = _need("policy_logprobs", inputs.policy_logprobs, config)
@@ -313,7 +325,7 @@ def _opd(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
     )
 
 
-def _raw(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> AdvantageOutput:
+def _raw(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllReduce) -> AdvantageOutput:
     """A_t = r, whitened over all tokens if asked."""
     mask = _need("mask", inputs.mask, config)
     rewards = _rewards(inputs)
@@ -323,7 +335,7 @@ def _raw(config: AdvantageConfig, inputs: AdvantageInputs, all_sum: AllSum) -> A
     return AdvantageOutput(tokens, {})
 
 
-_ESTIMATORS: dict[str, Callable[[AdvantageConfig, AdvantageInputs, AllSum], AdvantageOutput]] = (
+_ESTIMATORS: dict[str, Callable[[AdvantageConfig, AdvantageInputs, AllReduce], AdvantageOutput]] = (
     dict(
         grpo=_grpo,
         dr_grpo=_dr_grpo,
@@ -378,20 +390,21 @@ def _need(name: str, value: np.ndarray | None, config: AdvantageConfig) -> np.nd
     return np.asarray(value)
 
 
-def _constant_share(stats: GroupStatistics) -> float:
+def _constant_share(stats: GroupStatistics, all_sum: AllReduce) -> float:
     """Share of rows whose group has no spread, and so nothing to learn from."""
-    return float(stats.constant.mean()) if stats.constant.size else 0.0
+    constant, rows = all_sum(np.array([stats.constant.sum(), stats.constant.size]))
+    return float(constant) / max(int(rows), 1)
 
 
-def _group_metrics(stats: GroupStatistics) -> dict[str, float]:
+def _group_metrics(stats: GroupStatistics, all_sum: AllReduce) -> dict[str, float]:
     """Shares of rows by what their baseline says: all wrong, all right, or mixed."""
-    rows = max(len(stats.baseline), 1)
-    zero, one = int((stats.baseline == 0).sum()), int((stats.baseline == 1).sum())
+    b = stats.baseline
+    zero, one, rows = all_sum(np.array([(b == 0).sum(), (b == 1).sum(), b.size])).tolist()
     return {
-        "baseline_reward/pct_0": 100 * zero / rows,
-        "baseline_reward/pct_1": 100 * one / rows,
-        "baseline_reward/pct_mixed": 100 * (len(stats.baseline) - zero - one) / rows,
-        "advantages/constant_groups": _constant_share(stats),
+        "baseline_reward/pct_0": 100 * zero / max(rows, 1),
+        "baseline_reward/pct_1": 100 * one / max(rows, 1),
+        "baseline_reward/pct_mixed": 100 * (rows - zero - one) / max(rows, 1),
+        "advantages/constant_groups": _constant_share(stats, all_sum),
     }
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-AllSum = Callable[[np.ndarray], np.ndarray]
-"""Adds an array over all processes; the identity in a single one."""
+AllReduce = Callable[[np.ndarray], np.ndarray]
+"""Combines an array element by element over all processes; the identity in a single one."""
 
 
 class GroupStatistics(NamedTuple):
@@ -172,7 +172,9 @@ def normalise(centred: np.ndarray, std: np.ndarray, epsilon: float) -> np.ndarra
     return np.where(std > 0, centred / (np.maximum(std, 0) + epsilon), centred)
 
 
-def batch_std(values: np.ndarray, valid: np.ndarray | None, all_sum: AllSum) -> tuple[float, float]:
+def batch_std(
+    values: np.ndarray, valid: np.ndarray | None, all_sum: AllReduce
+) -> tuple[float, float]:
     """Mean and sample standard deviation (0 for fewer than two rows) over all processes' rows."""
     keep = np.ones(len(values), bool) if valid is None else np.asarray(valid) != 0
     total, count = all_sum(np.array([values[keep].sum(), keep.sum()], np.float64))
@@ -181,7 +183,7 @@ def batch_std(values: np.ndarray, valid: np.ndarray | None, all_sum: AllSum) -> 
     return float(mean), float(np.sqrt(squares / (count - 1))) if count > 1 else 0.0
 
 
-def whiten_rows(values: np.ndarray, valid: np.ndarray | None, all_sum: AllSum) -> np.ndarray:
+def whiten_rows(values: np.ndarray, valid: np.ndarray | None, all_sum: AllReduce) -> np.ndarray:
     """(x − mean) / s over the batch, without epsilon; x − mean where s = 0."""
     mean, std = batch_std(values, valid, all_sum)
     return (values - mean) / (std if std > 0 else 1.0)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from grpo_jax.core import kl
-from grpo_jax.core.estimators_group import AllSum
+from grpo_jax.core.estimators_group import AllReduce
 
 VARIANCE_FLOOR = 1e-8
 MEAN_EPSILON = 1e-8  # the torch reference's masked mean: Σ mask·x / (Σ mask + 1e-8)
@@ -48,7 +48,7 @@ def _jitted_kl(policy: jax.Array, reference: jax.Array, *, kl_type: str) -> jax.
     return kl.calculate_kl(policy, reference, kl_type)
 
 
-def whiten(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> np.ndarray:
+def whiten(values: np.ndarray, mask: np.ndarray, all_sum: AllReduce) -> np.ndarray:
     """Shift and scale to mean 0, variance 1 over the mask: (x − μ) / √max(σ², 1e-8).
 
         μ = Σ m·x / Σ m,   σ² = Σ m·(x − μ)² / Σ m       population moments
@@ -59,7 +59,7 @@ def whiten(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> np.ndarray:
     return (values - mean) / np.sqrt(max(variance, VARIANCE_FLOOR))
 
 
-def whiten_unbiased(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> np.ndarray:
+def whiten_unbiased(values: np.ndarray, mask: np.ndarray, all_sum: AllReduce) -> np.ndarray:
     """(x − μ) / √(σ² + 1e-8) with the sample variance, zero outside the mask; zeros if Σ m ≤ 1."""
     mean, variance, count = _moments(values, mask, all_sum, MEAN_EPSILON)
     if count <= 1:
@@ -69,7 +69,7 @@ def whiten_unbiased(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> np
 
 
 def _moments(
-    values: np.ndarray, mask: np.ndarray, all_sum: AllSum, epsilon: float
+    values: np.ndarray, mask: np.ndarray, all_sum: AllReduce, epsilon: float
 ) -> tuple[float, float, float]:
     """Mean, variance and count over the mask of all processes, in two passes."""
     keep = mask != 0
@@ -117,7 +117,7 @@ def discounted_traces(
 
 
 def value_fit(
-    values: np.ndarray, returns: np.ndarray, mask: np.ndarray, all_sum: AllSum
+    values: np.ndarray, returns: np.ndarray, mask: np.ndarray, all_sum: AllReduce
 ) -> dict[str, float]:
     """How well values foretold the returns, over the mask; zeros where it is empty.
 
@@ -182,7 +182,7 @@ def _pad_teacher(teacher: np.ndarray, width: int) -> np.ndarray:
     return np.pad(teacher, ((0, 0), (0, width - teacher.shape[1])))
 
 
-def mean(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> float:
+def mean(values: np.ndarray, mask: np.ndarray, all_sum: AllReduce) -> float:
     """Mean over a mask; 0 where it is empty, infinite where a value is."""
     keep = mask != 0
     m = np.asarray(mask, np.float64)[keep]
@@ -190,7 +190,7 @@ def mean(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> float:
     return float(total / count) if count > 0 else 0.0
 
 
-def moments(values: np.ndarray, mask: np.ndarray, all_sum: AllSum) -> tuple[float, float]:
+def moments(values: np.ndarray, mask: np.ndarray, all_sum: AllReduce) -> tuple[float, float]:
     """Mean and sample standard deviation over a mask; 0 and 0 where too little is left."""
     mean, variance, count = _moments(values, mask, all_sum, 0.0)
     return mean, float(np.sqrt(variance * count / (count - 1))) if count > 1 else 0.0

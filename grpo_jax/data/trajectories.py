@@ -6,7 +6,7 @@ spans alone, so padding that equals an end token changes nothing.
 Symbols: `N` rows, `W` width of the sampled rows, `T` width of the batch, `R` rows of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,8 +91,8 @@ def collate(
     )
 
 
-def count(batch: Batch) -> Counts:
-    """Count what the loss divides by, over a whole global batch.
+def count(batch: Batch, all_sum: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Counts:
+    """Count what the loss divides by, over a whole global batch: `all_sum` adds its processes up.
 
         tokens    = Σ token_mask · sample_weights
         sequences = Σ over sequences with a trained token of sample_weights
@@ -105,13 +105,13 @@ def count(batch: Batch) -> Counts:
     row, column = np.nonzero(mask)
     by_sequence = np.zeros((mask.shape[0], int(segments.max(initial=0)) + 1))
     by_sequence[row, segments[row, column]] = weights[row, column]  # constant inside a sequence
-    positives = None
-    if batch.rewards is not None:
-        positives = np.float32(weights[mask & (np.asarray(batch.rewards) > 0)].sum())
+    positive = mask & (0 if batch.rewards is None else np.asarray(batch.rewards) > 0)
+    sums = [weights[mask].sum(), by_sequence.sum(), weights[positive].sum()]
+    tokens, sequences, positives = all_sum(np.array(sums)).astype(np.float32)
     return Counts(
-        tokens=_numpy(np.float32(weights[mask].sum())),
-        sequences=_numpy(np.float32(by_sequence.sum())),
-        positives=_numpy(positives),
+        tokens=_numpy(tokens),
+        sequences=_numpy(sequences),
+        positives=None if batch.rewards is None else _numpy(positives),
     )
 
 

@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-REASONS = ("unscored", "overlong", "mask_sample", "constant_group", "sequence_error")
-
 
 @dataclasses.dataclass(frozen=True)
 class FiltersConfig:
@@ -64,14 +62,28 @@ class FiltersConfig:
 class Report:
     """What one filter did."""
 
-    name: str  # one of REASONS
+    name: str  # the reason that a dropped row is given
     before: int  # rows with weight before
     after: int  # rows with weight after
     correct_before: int  # correct rows among those before
     removed: np.ndarray  # bool[N]
     removed_correct: int
     removed_weight: float
-    extra: dict[str, float] = dataclasses.field(default_factory=dict)
+    errors: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # suffix -> f64[rows]
+
+    @staticmethod
+    def join(parts: Sequence["Report"]) -> "Report":
+        """What one filter did in several processes, rows in their order."""
+        sums = ("before", "after", "correct_before", "removed_correct", "removed_weight")
+        return Report(
+            name=parts[0].name,
+            removed=np.concatenate([part.removed for part in parts]),
+            errors={
+                suffix: np.concatenate([part.errors[suffix] for part in parts])
+                for suffix in parts[0].errors
+            },
+            **{field: sum(getattr(part, field) for part in parts) for field in sums},
+        )
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the log, under `filters/<name>/`.
@@ -90,6 +102,14 @@ class Report:
             f"filters/{self.name}/{key}": value for key, value in (numbers | self.extra).items()
         }
 
+    @property
+    def extra(self) -> dict[str, float]:
+        """Maximum, mean and minimum of the errors, for a filter that measures some."""
+        numbers: dict[str, float] = {}
+        for suffix, errors in self.errors.items():
+            numbers |= _spread(errors, suffix)
+        return numbers
+
 
 def is_correct(rewards: np.ndarray, correct_reward: float) -> np.ndarray:
     """bool[N]: reward ≥ correct_reward, of the unshaped rewards; an unscored row is not correct."""
@@ -101,7 +121,7 @@ def remove(
     weights: np.ndarray,
     removed: np.ndarray,
     correct: np.ndarray,
-    extra: dict[str, float] | None = None,
+    errors: dict[str, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, Report]:
     """Set the weight of the removed rows to 0 and report; rows already at 0 are not counted."""
     weights = np.asarray(weights, np.float64)
@@ -115,7 +135,7 @@ def remove(
         removed=removed,
         removed_correct=int((removed & correct).sum()),
         removed_weight=float(weights[removed].sum()),
-        extra=extra or {},
+        errors=errors or {},
     )
     return np.where(removed, 0.0, weights), report
 
@@ -238,8 +258,8 @@ def sequence_error(
     removed = np.zeros(len(errors), bool)
     if threshold is not None:
         removed = measured & ~(errors <= threshold)
-    extra = _spread(errors[measured], "") | _spread(errors[measured & ~removed], "_after_mask")
-    return remove("sequence_error", sample_weights, removed, correct, extra)
+    found = {"": errors[measured], "_after_mask": errors[measured & ~removed]}
+    return remove("sequence_error", sample_weights, removed, correct, found)
 
 
 def _spread(errors: np.ndarray, suffix: str) -> dict[str, float]:
@@ -282,8 +302,8 @@ def unique_groups(parts: Sequence[np.ndarray]) -> np.ndarray:
 class Choice(NamedTuple):
     """What dynamic sampling makes of the batches so far."""
 
-    done: bool  # False = sample another batch
     rows: np.ndarray  # i[M], rows to train, whole groups in the order they came
+    missing: int  # groups short of those wanted
     metrics: dict[str, float]
 
 
@@ -291,42 +311,49 @@ def choose_groups(
     rewards: np.ndarray,
     groups: np.ndarray,
     wanted: int,
-    batches: int,
     config: FiltersConfig,
     *,
     valid: np.ndarray | None = None,
 ) -> Choice:
-    """Keep whole informative groups until there are `wanted`, or the batches are used up.
+    """Keep the first `wanted` informative groups, whole; `enough` says whether to sample again.
 
     Args:
       rewards: f[N], unshaped, of everything sampled for this step so far.
       groups: i[N], see `unique_groups`.
       wanted: groups a step trains.
-      batches: batches sampled so far.
-    Raises:
-      ValueError: the batches are used up, groups are missing, and `on_shortage` is "error".
     """
     groups = np.asarray(groups)
     keep = informative(rewards, groups, tolerance=config.constant_tolerance, valid=valid)
     ids, first = np.unique(groups[keep], return_index=True)
     ids = ids[np.argsort(first)]  # in the order in which they were sampled
     chosen = np.isin(groups, ids[:wanted])
-    short, last = len(ids) < wanted, batches >= config.dynamic_sampling_max_gen_batches
-    if short and last and config.on_shortage == "error":
-        raise ValueError(
-            f"{len(ids)} of {wanted} groups have unequal rewards after {batches} batches of "
-            "prompts; raise dynamic_sampling_max_gen_batches, choose prompts of other difficulty, "
-            "or set on_shortage='train'"
-        )
+    missing = max(wanted - len(ids), 0)
     metrics = {
-        "num_gen_batches": float(batches),
         "groups_sampled": float(len(np.unique(groups))),
         "groups_informative": float(len(ids)),
         "num_discarded_valid_samples": float(keep.sum() - chosen.sum()),
-        "groups_missing": float(max(wanted - len(ids), 0)),
+        "groups_missing": float(missing),
     }
     return Choice(
-        done=not short or last,
         rows=np.flatnonzero(chosen),
+        missing=missing,
         metrics={f"dynamic_sampling/{name}": value for name, value in metrics.items()},
     )
+
+
+def enough(missing: int, wanted: int, batches: int, config: FiltersConfig) -> bool:
+    """Say whether a step has its groups, or must do with those it has.
+
+    Args:
+      missing: groups short of `wanted`, over all processes, after `batches` batches.
+    Raises:
+      ValueError: the batches are used up, groups are missing, and `on_shortage` is "error".
+    """
+    last = batches >= config.dynamic_sampling_max_gen_batches
+    if missing and last and config.on_shortage == "error":
+        raise ValueError(
+            f"{wanted - missing} of {wanted} groups have unequal rewards after {batches} batches "
+            "of prompts; raise dynamic_sampling_max_gen_batches, choose prompts of other "
+            "difficulty, or set on_shortage='train'"
+        )
+    return not missing or last

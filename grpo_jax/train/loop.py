@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.policy import Params
@@ -20,6 +19,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.scale.processes import Gather
 from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
 from grpo_jax.train import layout as layouts
@@ -77,6 +77,7 @@ class Parts(NamedTuple):
     dump: Callable[[Path, Batch, Counts, TokenScores], Path]
     checkpointer: Checkpointer
     reporter: reporting.Reporter
+    gather: Gather  # over the processes of the run, each of which samples groups of its own
 
 
 class Outcome(NamedTuple):
@@ -150,14 +151,15 @@ def _step(
     """One rollout and its updates."""
     begin = time.perf_counter()
     parts.reporter.phase("sampling")
-    rollout, gathered = prepare.gather(
-        lambda k: _collect(parts, state.params, k), key, parts.rules, parts.rollout
+    rollout, drawn = prepare.sample(
+        lambda k: _collect(parts, state.params, k), key, parts.rules, parts.rollout, parts.gather
     )
     parts.reporter.phase("scoring")
     mark = time.perf_counter()
     weighed = prepare.weigh(rollout, parts.rules)
-    batch = _score(parts, state, prepare.collate(rollout, weighed, parts.rollout))
-    prepared = prepare.finish(rollout, weighed, batch, parts.rules)
+    batch = prepare.collate(rollout, weighed, parts.rollout, parts.gather)
+    batch = _score(parts, state, batch)
+    prepared = prepare.finish(rollout, weighed, batch, parts.rules, parts.gather)
     scored = time.perf_counter()
     parts.reporter.phase("updating")
     state, updates = _update(parts, state, config, prepared.batch, step)
@@ -166,13 +168,13 @@ def _step(
         rows = prepare.sample_rows(step, rollout, prepared, parts.tokenizer)
         parts.reporter.samples(step, rows)
     end = time.perf_counter()
-    metrics = rollouts.summary(rollout) | gathered | prepared.metrics | updates
+    metrics = rollouts.summary(rollout, parts.gather) | drawn | prepared.metrics | updates
     metrics |= {f"seconds/{name}": value for name, value in rollout.seconds.items()}
     metrics |= {
         "seconds/score": scored - mark,
         "seconds/update": updated - scored,
         "seconds/step": end - begin,
-        "tokens_per_second": float(np.sum(rollout.rows.completion_lengths)) / (end - begin),
+        "tokens_per_second": metrics["length/total"] / (end - begin),
         "programs/sampler": parts.engine.programs,
     } | _programs(parts)
     return state, metrics
@@ -281,7 +283,7 @@ def _update_critic(
 
 def _split(parts: Parts, batch: Batch) -> Iterator[tuple[Batch, Counts]]:
     rollout = parts.rollout
-    return prepare.split_updates(batch, rollout.updates_per_rollout, rollout.epochs)
+    return prepare.split_updates(batch, rollout.updates_per_rollout, rollout.epochs, parts.gather)
 
 
 def _watch(

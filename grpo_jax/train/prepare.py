@@ -24,6 +24,8 @@ from grpo_jax.rewards import shaping
 from grpo_jax.rewards.scoring import Scores
 from grpo_jax.rewards.shaping import ShapingConfig
 from grpo_jax.sampling.generate import STOP_REASONS, Generation
+from grpo_jax.scale import processes
+from grpo_jax.scale.processes import Gather, alone
 from grpo_jax.train import filters
 from grpo_jax.train.filters import FiltersConfig
 from grpo_jax.train.rollout import Rollout, RolloutConfig
@@ -56,12 +58,21 @@ class Prepared(NamedTuple):
     metrics: dict[str, float]
 
 
-def gather(
-    collect: Callable[[jax.Array], Rollout], key: jax.Array, rules: Rules, config: RolloutConfig
+def sample(
+    collect: Callable[[jax.Array], Rollout],
+    key: jax.Array,
+    rules: Rules,
+    config: RolloutConfig,
+    gather: Gather = alone,
 ) -> tuple[Rollout, dict[str, float]]:
-    """Sample a step's rows; with dynamic sampling, until enough groups have unequal rewards."""
+    """Sample a step's rows; with dynamic sampling, until enough groups have unequal rewards.
+
+    Every process samples whole groups, its share of the step's prompts, and goes on for as long as
+    any of them is short.
+    """
     if not rules.filters.use_dynamic_sampling:
         return collect(key), {}
+    share = config.prompts_per_step // len(gather(None))
     parts: list[Rollout] = []
     while True:
         parts.append(collect(jax.random.fold_in(key, len(parts))))
@@ -69,13 +80,16 @@ def gather(
         choice = filters.choose_groups(
             shaping.scale(whole.scores.total, rules.shaping.scaling),  # but not shaped
             whole.group_ids,
-            config.prompts_per_step,
-            len(parts),
+            share,
             rules.filters,
             valid=whole.scores.valid,
         )
-        if choice.done:
-            return take(whole, choice.rows), choice.metrics
+        everywhere = gather(choice)
+        missing = sum(other.missing for other in everywhere)
+        if filters.enough(missing, config.prompts_per_step, len(parts), rules.filters):
+            totals = {k: float(sum(c.metrics[k] for c in everywhere)) for k in choice.metrics}
+            totals["dynamic_sampling/num_gen_batches"] = float(len(parts))
+            return take(whole, choice.rows), totals
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:
@@ -146,10 +160,16 @@ def weigh(rollout: Rollout, rules: Rules) -> Weighed:
     return Weighed(rewards, correct, weights, tuple(reports))
 
 
-def collate(rollout: Rollout, weighed: Weighed, config: RolloutConfig) -> Batch:
-    """Lay the rows out as one batch of a static number of rows, advantages still zero."""
+def collate(
+    rollout: Rollout, weighed: Weighed, config: RolloutConfig, gather: Gather = alone
+) -> Batch:
+    """Lay the rows out as one batch of a static number of rows, advantages still zero.
+
+    With several processes it is this one's share of the rows, as wide as everybody's.
+    """
     rows = rollout.rows
     ends = np.asarray(rows.prompt_lengths) + np.asarray(rows.completion_lengths)
+    longest = gather(int(ends.max(initial=0)))
     batch = trajectories.collate(
         np.asarray(rows.tokens),
         np.asarray(rows.prompt_lengths),
@@ -158,17 +178,22 @@ def collate(rollout: Rollout, weighed: Weighed, config: RolloutConfig) -> Batch:
         advantages=np.zeros(len(rollout.texts)),
         sample_weights=weighed.weights,
         rewards=weighed.rewards.total,
-        length=trajectories.bucket_length(int(ends.max(initial=0)), config.length_multiple),
+        length=trajectories.bucket_length(max(longest), config.length_multiple),
     )
-    return trajectories.pad_rows(batch, config.rows)
+    return trajectories.pad_rows(batch, config.rows // len(longest))
 
 
-def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Prepared:
+def finish(
+    rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules, gather: Gather = alone
+) -> Prepared:
     """Filter by log-probability error, then make the advantages and put them into the batch.
 
     Args:
       batch: what `collate` returned, with the log-probabilities that were scored since.
+      gather: statistics and metrics are those of the rows of all its processes; a group lives in
+        one of them.
     """
+    all_sum = processes.all_sum(gather)
     n = len(rollout.texts)
     weights, reports = weighed.weights, weighed.reports
     if batch.prev_logprobs is not None:
@@ -185,16 +210,21 @@ def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Pr
     token_mask = np.asarray(batch.token_mask)
     mask = token_mask[:n] * weights[:, None]
     output = estimators.compute(
-        rules.advantage, _inputs(rollout, weighed, batch, rules, mask, weights)
+        rules.advantage, _inputs(rollout, weighed, batch, rules, mask, weights), all_sum=all_sum
     )
-    advantages, overridden = _override(output.advantages, rollout, mask.shape[1])
+    advantages = _override(output.advantages, rollout, mask.shape[1])
     clipped = estimators.clip(
         advantages, rules.advantage.advantage_clip_low, rules.advantage.advantage_clip_high
     )
-    metrics = output.metrics | overridden | estimators.summarise(clipped, mask)
-    for report in reports:
-        metrics |= report.metrics()
-    metrics["reward/shaped"] = float(np.mean(weighed.rewards.total)) if n else 0.0
+    metrics = output.metrics | _count_overrides(rollout, gather)
+    metrics |= estimators.summarise(
+        clipped, mask, all_sum=all_sum, all_max=processes.all_max(gather)
+    )
+    for parts in zip(*gather(reports), strict=True):
+        metrics |= filters.Report.join(parts).metrics()
+    known = weighed.rewards.total[rollout.scores.valid]
+    total, rows = all_sum(np.array([known.sum(), known.size]))
+    metrics["reward/shaped"] = float(total / rows) if rows else float("nan")
     spread = np.broadcast_to(clipped if clipped.ndim == 2 else clipped[:, None], mask.shape)
     rows = token_mask.shape[0]
     batch = batch.replace(
@@ -213,23 +243,27 @@ def finish(rollout: Rollout, weighed: Weighed, batch: Batch, rules: Rules) -> Pr
     return Prepared(batch, weighed.rewards.total, filters.dropped_reasons(reports, n), metrics)
 
 
-def _override(
-    advantages: np.ndarray, rollout: Rollout, width: int
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Give flagged tokens the advantage that a reward asked for, and count who asked."""
+def _override(advantages: np.ndarray, rollout: Rollout, width: int) -> np.ndarray:
+    """Give flagged tokens the advantage that a reward asked for."""
     starts = np.asarray(rollout.rows.prompt_lengths)
-    spans, rows = [], {}
-    for i, overrides in enumerate(rollout.overrides):
-        for name, start, end, value in overrides:
-            spans.append(estimators.Span(i, int(starts[i]) + start, int(starts[i]) + end, value))
-            rows.setdefault(name, set()).add(i)
-    if not spans:
-        return advantages, {}
+    spans = [
+        estimators.Span(i, int(starts[i]) + start, int(starts[i]) + end, value)
+        for i, overrides in enumerate(rollout.overrides)
+        for _, start, end, value in overrides
+    ]
+    return estimators.override_spans(advantages, spans, width) if spans else advantages
+
+
+def _count_overrides(rollout: Rollout, gather: Gather) -> dict[str, float]:
+    """Say how many rows were flagged under each name."""
+    mine = [{override.name for override in overrides} for overrides in rollout.overrides]
+    rows = [names for part in gather(mine) for names in part]
     metrics = {}
-    for name, flagged in rows.items():
-        metrics[f"overrides/{name}/rows"] = float(len(flagged))
-        metrics[f"overrides/{name}/share"] = len(flagged) / len(rollout.texts)
-    return estimators.override_spans(advantages, spans, width), metrics
+    for name in sorted(set().union(*rows)):
+        flagged = sum(name in names for names in rows)
+        metrics[f"overrides/{name}/rows"] = float(flagged)
+        metrics[f"overrides/{name}/share"] = flagged / len(rows)
+    return metrics
 
 
 def _inputs(
@@ -264,13 +298,19 @@ def _pad(array: np.ndarray, rows: int) -> Any:
     return np.pad(array, ((0, rows - array.shape[0]), (0, 0)))
 
 
-def split_updates(batch: Batch, updates: int, epochs: int = 1) -> Iterator[tuple[Batch, Counts]]:
+def split_updates(
+    batch: Batch, updates: int, epochs: int = 1, gather: Gather = alone
+) -> Iterator[tuple[Batch, Counts]]:
     """Cut a batch into the global batches of its optimizer updates, each with its own counts.
 
+    Counts are those of all processes: together, their parts are one global batch.
     Further epochs go over the same parts in the same order.
     """
     rows = batch.tokens.shape[0] // updates
-    parts = [(part, trajectories.count(part)) for part in trajectories.split_rows(batch, rows)]
+    all_sum = processes.all_sum(gather)
+    parts = [
+        (part, trajectories.count(part, all_sum)) for part in trajectories.split_rows(batch, rows)
+    ]
     for _ in range(epochs):
         yield from parts
 

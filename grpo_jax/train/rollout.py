@@ -19,6 +19,7 @@ from grpo_jax.rewards.scoring import Scorer, Scores
 from grpo_jax.rewards.verdicts import TextSpan
 from grpo_jax.sampling import engine as engines
 from grpo_jax.sampling.generate import STOP_REASONS, Generation, SamplingConfig
+from grpo_jax.scale.processes import Gather, alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,17 +160,24 @@ def completion_ids(rows: Generation) -> list[np.ndarray]:
     return [row[a:b] for row, a, b in zip(rows.tokens, starts, ends, strict=True)]
 
 
-def summary(rollout: Rollout) -> dict[str, float]:
-    """Means over the rows of a rollout, for the log."""
-    scores, lengths = rollout.scores, np.asarray(rollout.rows.completion_lengths)
+def summary(rollout: Rollout, gather: Gather = alone) -> dict[str, float]:
+    """Means over the rows of a rollout, those of all processes, for the log."""
+    rows = rollout.rows
+    mine = (rows.completion_lengths, rows.prompt_lengths, rollout.truncated)
+    parts = gather((rollout.scores, [np.asarray(column) for column in mine]))
+    scores = Scores.join([scores for scores, _ in parts])
+    lengths, prompts, cut = (
+        np.concatenate(columns) for columns in zip(*(c for _, c in parts), strict=True)
+    )
     metrics = {("reward/mean" if k == "reward" else k): v for k, v in scores.metrics().items()}
     valid = scores.total[scores.valid]
     return metrics | {
         "reward/std": float(valid.std()) if valid.size else float("nan"),
         "length/mean": _mean(lengths),
         "length/max": float(lengths.max(initial=0)),
-        "stop/fraction": 1.0 - _mean(rollout.truncated),
-        "prompt_length/mean": _mean(np.asarray(rollout.rows.prompt_lengths)),
+        "length/total": float(lengths.sum()),
+        "stop/fraction": 1.0 - _mean(cut),
+        "prompt_length/mean": _mean(prompts),
     }
 
 

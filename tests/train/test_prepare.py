@@ -156,7 +156,7 @@ def test_dynamic_sampling_sees_scaled_rewards():
         shaping=ShapingConfig(scaling=scaling),
     )
     sampled = rollout(rewards=(1.0, 3.0, 1.0, 0.0))
-    whole, _ = prepare.gather(lambda key: sampled, jax.random.key(0), chosen, CONFIG)
+    whole, _ = prepare.sample(lambda key: sampled, jax.random.key(0), chosen, CONFIG)
     assert whole.scores.total.tolist() == [1.0, 0.0]
 
 
@@ -213,7 +213,7 @@ def test_dynamic_sampling_collects_until_groups_differ():
         return rollout()
 
     chosen = rules(FiltersConfig(use_dynamic_sampling=True))
-    whole, metrics = prepare.gather(collect, jax.random.key(0), chosen, CONFIG)
+    whole, metrics = prepare.sample(collect, jax.random.key(0), chosen, CONFIG)
     assert len(calls) == 2  # each batch has one group with unequal rewards
     assert not np.array_equal(*(jax.random.key_data(k) for k in calls))
     assert whole.scores.total.tolist() == [1, 0, 1, 0]
