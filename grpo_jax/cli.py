@@ -172,20 +172,55 @@ def parse_with(
     base = configs.load(path)
     prog = f"grpo-jax {command} {path or 'CONFIG'}"
     if options is None:
-        _check_keys(argv, set(configs.keys(base)))
-        return _cli(configs.Config, argv, prog, default=base), None
+        return _override(base, argv, prog), None
     known = {field.name for field in dataclasses.fields(cast(Any, options))}
     own, rest = _split(argv, known)
     if wants_help:
         own, rest = ["--help"], []
-    chosen = _cli(options, own, prog)
-    _check_keys(rest, set(configs.keys(base)))
-    return _cli(configs.Config, rest, prog, default=base), chosen
+    chosen = tyro.cli(
+        options,
+        args=own,
+        prog=prog,
+        description=f"{(options.__doc__ or '').strip()} Every key of the config is an option too, "
+        f"as in --data.eval-size 32; `grpo-jax train {path or 'CONFIG'} --help` lists them, and "
+        "configs/base.yaml explains them.",
+    )
+    return _override(base, rest, prog), chosen
 
 
-def _cli(cls: type, argv: list[str], prog: str, default=None):
-    kwargs = {} if default is None else {"default": default}
-    return tyro.cli(cls, args=argv, prog=prog, **kwargs)
+def _override(base: configs.Config, argv: Sequence[str], prog: str) -> configs.Config:
+    """Read `--section.key value ...` over a config."""
+    _check_keys(argv, set(configs.keys(base)))
+    return tyro.cli(configs.Config, args=_flags(argv, base), prog=prog, default=base)
+
+
+def _flags(argv: Sequence[str], base: configs.Config) -> list[str]:
+    """Rewrite `--section.key true` and `… false` into the flags that the parser knows.
+
+    Raises:
+      ConfigError: a key that is on or off is given another value.
+    """
+    switches = {key for key in configs.keys(base) if isinstance(configs.value_of(base, key), bool)}
+    out: list[str] = []
+    for word in argv:
+        key, _, given = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):  # a value, perhaps of a switch
+            key, given = out[-1].removeprefix("--") if out else "", word
+        name = key.replace("-", "_")
+        if name not in switches or not given:
+            out.append(word)
+            continue
+        section, _, leaf = key.rpartition(".")
+        on, off = f"--{key}", f"--{section}.no-{leaf}"
+        if given.lower() not in ("true", "false"):
+            raise configs.ConfigError(
+                f"--{key} is on or off, not {given!r}; write {on} or {on} true to switch it on, "
+                f"{off} or {on} false to switch it off"
+            )
+        if not word.startswith("--"):
+            out.pop()
+        out.append(on if given.lower() == "true" else off)
+    return out
 
 
 def _split(argv: list[str], names: set[str]) -> tuple[list[str], list[str]]:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import yaml
 
 from grpo_jax.core.advantages import AdvantageConfig, validate_group_size
+from grpo_jax.core.estimators_group import weigh_components
 from grpo_jax.core.losses import LossConfig
 from grpo_jax.data.packing import PackingConfig
 from grpo_jax.data.prompts import PromptConfig
@@ -124,6 +126,16 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
             yield name
             if isinstance(value, Mapping):
                 yield from (f"{name}.{key}" for key in value)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """What stands under a dotted key that `keys` named."""
+    for part in key.split("."):
+        if isinstance(config, Mapping):
+            config = config[part]
+        else:
+            config = config[int(part)] if isinstance(config, tuple) else getattr(config, part)
+    return config
 
 
 def differences(a: Config, b: Config, ignore: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
@@ -297,6 +309,8 @@ def _check_estimator(config: Config) -> None:
     advantage, loss = config.advantage, config.loss_fn
     _check_teacher(config)
     _check_critic(config)
+    if advantage.estimator == "gdpo":
+        _check_components(config)
     if loss.use_kl_in_reward and not advantage.needs_reference:
         raise ConfigError(
             "loss_fn.use_kl_in_reward = true takes the KL out of the loss, and nothing puts it "
@@ -329,12 +343,28 @@ def _check_teacher(config: Config) -> None:
         (filters.use_dynamic_sampling, "filters.use_dynamic_sampling"),
         (filters.drop_constant_groups, "filters.drop_constant_groups"),
         (config.shaping.enabled, "shaping.enabled"),
+        (config.shaping.scaling.enabled, "shaping.scaling.enabled"),
     ):
         if on:
             raise ConfigError(
                 f"{key} = true chooses or changes rows by their rewards, which the estimator "
                 f"{advantage.estimator!r} does not learn from; set it to false"
             )
+
+
+def _check_components(config: Config) -> None:
+    """Refuse what gdpo, which learns from each component by itself, cannot use."""
+    columns = sorted(component.column for component in config.reward.components)
+    try:
+        weigh_components(dict.fromkeys(columns, np.zeros(0)), config.advantage.reward_weights)
+    except ValueError as error:
+        raise ConfigError(f"reward.components, advantage.reward_weights: {error}") from error
+    if config.shaping.enabled:
+        raise ConfigError(
+            "shaping.enabled = true penalises the total reward, and the estimator 'gdpo' learns "
+            "from the components instead; set it to false, and make the penalty a component of its "
+            "own, such as kind: length"
+        )
 
 
 def _check_critic(config: Config) -> None:
@@ -376,6 +406,16 @@ def _critic_warnings(config: Config) -> list[str]:
 
 def _warnings(config: Config) -> list[str]:
     found = _critic_warnings(config) if config.advantage.needs_values else []
+    for name in ("advantage", "shaping", "filters"):
+        section = getattr(config, name)
+        for key, why in section.unread().items():
+            found.append(f"{name}.{key} = {getattr(section, key)!r} changes nothing: {why}")
+    for i, component in enumerate(config.reward.components):
+        if config.advantage.estimator == "gdpo" and component.weight != 1:
+            found.append(
+                f"reward.components.{i}.weight = {component.weight} weighs the logged total only: "
+                "the estimator 'gdpo' weighs components by advantage.reward_weights"
+            )
     if config.advantage.needs_teacher and config.loss_fn.kl_on:
         found.append(
             f"loss_fn.reference_policy_kl_penalty = {config.loss_fn.reference_policy_kl_penalty} "

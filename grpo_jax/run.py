@@ -152,6 +152,11 @@ def _describe(
         f"{config.model.compute_dtype}) on {len(devices)} × {devices[0].device_kind}"
     )
     skipped = f", {data.too_long} too long and skipped" if data.too_long else ""
+    if data.overlapping:
+        console.print(
+            f"[yellow]warning:[/yellow] {data.overlapping} training prompts equal a held-out "
+            "prompt and were left out, so that evaluation sees prompts that were never trained"
+        )
     console.print(
         f"data    {config.data.source}:{config.data.path or config.data.name}: {len(data.train)} "
         f"training prompts, {len(data.held_out)} held out{skipped}"

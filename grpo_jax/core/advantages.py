@@ -27,6 +27,28 @@ from grpo_jax.core.estimators_group import AllReduce, GroupStatistics
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus", "gae", "opd", "raw"]
 GROUPED = ("grpo", "dr_grpo", "rloo", "gdpo")  # always compare completions of one prompt
+READ_BY: dict[str, tuple[Estimator, ...]] = {
+    "normalize_rewards": ("grpo", "gdpo"),
+    "use_leave_one_out_baseline": ("grpo", "gdpo"),
+    "normalize_by": ("grpo",),
+    "epsilon": ("grpo", "gdpo"),
+    "constant_tolerance": (*GROUPED, "reinforce_plus_plus"),
+    "reference_leave_one_out_std": ("grpo", "gdpo"),
+    "filtered_rows_vote": (*GROUPED, "reinforce_plus_plus"),
+    "reward_weights": ("gdpo",),
+    "minus_baseline": ("reinforce_plus_plus",),
+    "kl_in_reward": ("reinforce_plus_plus", "gae"),
+    "kl_in_reward_type": ("reinforce_plus_plus", "gae"),
+    "normalize_advantages": ("gae", "raw"),
+    "gae_gamma": ("gae",),
+    "gae_lambda": ("gae",),
+    "gae_lambda_value": ("gae",),
+    "gae_lambda_policy": ("gae",),
+    "length_adaptive_alpha": ("gae",),
+    "proximal_teacher_alpha": ("opd",),
+    "subtract_global_baseline": ("opd",),
+}
+"""Which estimators read a key; those that are not here are read by all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +111,29 @@ class AdvantageConfig:
             raise ValueError(
                 f"advantage_clip_low={low} is above advantage_clip_high={high}; swap them"
             )
+
+    def unread(self) -> dict[str, str]:
+        """Keys that were set to another value than the default and that nothing reads, with why."""
+        found = {}
+        for field in dataclasses.fields(self):
+            readers = READ_BY.get(field.name, (self.estimator,))
+            if getattr(self, field.name) == field.default:
+                continue
+            if self.estimator not in readers:
+                found[field.name] = f"the estimator {self.estimator!r} does not read it"
+            elif field.name == "kl_in_reward_type" and self.kl_in_reward == 0:
+                found[field.name] = "kl_in_reward is 0"
+            elif field.name == "gae_lambda_policy" and self.length_adaptive_alpha > 0:
+                found[field.name] = "length_adaptive_alpha is above 0 and decides"
+            elif field.name in ("epsilon", "normalize_by", "reference_leave_one_out_std"):
+                if not self.normalize_rewards:
+                    found[field.name] = "normalize_rewards is false"
+        return found
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether advantages are made of rewards."""
+        return self.estimator != "opd"
 
     @property
     def compares_group(self) -> bool:

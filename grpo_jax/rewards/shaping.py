@@ -58,6 +58,23 @@ class ShapingConfig:
         elif self.enabled:
             _check_overlong(self)
 
+    def unread(self) -> dict[str, str]:
+        """Keys that were set to another value than the default and that nothing reads, with why."""
+        found = {}
+        for field in dataclasses.fields(self):
+            if field.name in ("enabled", "scaling") or getattr(self, field.name) == field.default:
+                continue
+            truncation = field.name.startswith("stop_properly")
+            if not self.enabled:
+                found[field.name] = "shaping.enabled is false"
+            elif self.stop_properly_penalty_coef is not None and not truncation:
+                found[field.name] = "stop_properly_penalty_coef is set and takes its place"
+            elif self.stop_properly_penalty_coef is None and truncation:
+                found[field.name] = "stop_properly_penalty_coef is null"
+        if not self.scaling.enabled and self.scaling != ScalingConfig():
+            found["scaling"] = "shaping.scaling.enabled is false"
+        return found
+
 
 class ShapedRewards(NamedTuple):
     """What the advantages see, and what it was made from."""
@@ -162,13 +179,6 @@ def _check_stop_properly(config: ShapingConfig) -> None:
             f"stop_properly_penalty_coef = {coefficient} is outside [0, 1]; 0 takes the whole "
             "reward of a truncated response, 1 takes nothing"
         )
-    ignored = [
-        key
-        for key in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
-        if getattr(config, key) is not None
-    ]
-    if ignored:
-        _LOG.warning("stop_properly_penalty_coef is set, so %s are ignored", ", ".join(ignored))
 
 
 def _check_overlong(config: ShapingConfig) -> None:

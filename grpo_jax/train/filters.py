@@ -23,11 +23,12 @@ class FiltersConfig:
     """What is thrown away before the update. Names follow the torch reference where it has them."""
 
     overlong_filtering: bool = False  # do not train completions that hit the token limit
-    drop_constant_groups: bool = False  # weight 0 where all rewards of a prompt are equal
+    # weight 0 where all rewards of a prompt are equal; for gdpo: in each component by itself
+    drop_constant_groups: bool = False
     seq_logprob_error_threshold: float | None = None  # mean e^|sampler − trainer| a row may have
     correct_reward: float = 1.0  # rewards from here up count as correct, in the reports
     constant_tolerance: float = 1e-6  # rewards closer than this · max(1, |reward|) are equal
-    use_dynamic_sampling: bool = False  # sample until enough groups have unequal rewards
+    use_dynamic_sampling: bool = False  # sample until enough groups are not constant (see above)
     batch_multiplier: float = 1.0  # prompts drawn at a time, over rollout.prompts_per_step
     dynamic_sampling_max_gen_batches: int = 10  # batches sampled for one step, at most
     on_shortage: Literal["train", "error"] = "train"  # too few groups: train those, or stop
@@ -56,6 +57,18 @@ class FiltersConfig:
             )
         if self.on_shortage not in ("train", "error"):
             raise ValueError(f"on_shortage={self.on_shortage!r}; use 'train' or 'error'")
+
+    def unread(self) -> dict[str, str]:
+        """Keys that were set to another value than the default and that nothing reads, with why."""
+        found = {}
+        if not self.use_dynamic_sampling:
+            for key in ("dynamic_sampling_max_gen_batches", "on_shortage"):
+                if getattr(self, key) != getattr(FiltersConfig, key):
+                    found[key] = "filters.use_dynamic_sampling is false"
+            if not self.drop_constant_groups:
+                if self.constant_tolerance != FiltersConfig.constant_tolerance:
+                    found["constant_tolerance"] = "no filter looks for constant groups"
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,21 +197,24 @@ def informative(
 ) -> np.ndarray:
     """bool[N]: max − min > tolerance · max(1, |reward|) over the valid rows of the row's group.
 
-    Decided for whole groups, and never by a leave-one-out deviation, which would drop the unique
-    success and keep its failing siblings. Pass the rewards before shaping, so that a length
-    penalty alone does not make a group informative.
+    Of several columns, f[N, C], one that differs is enough; NaN has no vote. Decided for whole
+    groups, and never by a leave-one-out deviation, which would drop the unique success and keep its
+    failing siblings. Pass the rewards before shaping, so that a length penalty alone does not make
+    a group informative.
     """
-    rewards = np.asarray(rewards, np.float64)
-    valid = np.ones(len(rewards), bool) if valid is None else np.asarray(valid, bool)
+    rewards = np.asarray(rewards, np.float64).reshape(len(groups), -1)
+    votes = ~np.isnan(rewards)
+    if valid is not None:
+        votes &= np.asarray(valid, bool)[:, None]
     _, inverse = np.unique(groups, return_inverse=True)
-    count = int(inverse.max(initial=-1)) + 1
-    low, high = np.full(count, np.inf), np.full(count, -np.inf)
-    np.minimum.at(low, inverse[valid], rewards[valid])
-    np.maximum.at(high, inverse[valid], rewards[valid])
+    shape = int(inverse.max(initial=-1)) + 1, rewards.shape[1]
+    low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
+    np.minimum.at(low, inverse, np.where(votes, rewards, np.inf))
+    np.maximum.at(high, inverse, np.where(votes, rewards, -np.inf))
     seen = np.isfinite(low) & np.isfinite(high)
     low, high = np.where(seen, low, 0), np.where(seen, high, 0)
     noise = tolerance * np.maximum(1, np.maximum(np.abs(low), np.abs(high)))
-    return (high - low > noise)[inverse]
+    return np.any(high - low > noise, axis=1)[inverse]
 
 
 def sequence_errors(
@@ -318,7 +334,7 @@ def choose_groups(
     """Keep the first `wanted` informative groups, whole; `enough` says whether to sample again.
 
     Args:
-      rewards: f[N], unshaped, of everything sampled for this step so far.
+      rewards: f[N] or f[N, C], unshaped, of everything sampled for this step so far.
       groups: i[N], see `unique_groups`.
       wanted: groups a step trains.
     """

@@ -7,6 +7,7 @@ Symbols: `P` prompts, `G` completions a prompt, `N` rows, `W` width of sampled r
 row of the batch.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from grpo_jax.core import advantages as estimators
 from grpo_jax.core import diagnostics
 from grpo_jax.core.advantages import AdvantageConfig
 from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.core.estimators_group import weigh_components
 from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
 from grpo_jax.data.tokenizer import Tokenizer
@@ -77,8 +79,13 @@ def sample(
     while True:
         parts.append(collect(jax.random.fold_in(key, len(parts))))
         whole = join(parts)
+        unshaped = shaping.shape_rewards(
+            whole.scores.total,
+            dataclasses.replace(rules.shaping, enabled=False),
+            components=whole.scores.components,
+        )
         choice = filters.choose_groups(
-            shaping.scale(whole.scores.total, rules.shaping.scaling),  # but not shaped
+            _judged(unshaped, rules),
             whole.group_ids,
             share,
             rules.filters,
@@ -90,6 +97,18 @@ def sample(
             totals = {k: float(sum(c.metrics[k] for c in everywhere)) for k in choice.metrics}
             totals["dynamic_sampling/num_gen_batches"] = float(len(parts))
             return take(whole, choice.rows), totals
+
+
+def _judged(rewards: shaping.ShapedRewards, rules: Rules) -> np.ndarray:
+    """What must differ inside a group, scaled but not shaped: the total f[N], or columns f[N, C].
+
+    GDPO learns from each component that has a weight, and two of them may differ where their sum
+    does not.
+    """
+    if rules.advantage.estimator != "gdpo":
+        return rewards.unshaped
+    weighed = weigh_components(rewards.components, rules.advantage.reward_weights)
+    return np.stack([column * (weight != 0) for _, column, weight in weighed], axis=1)
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:
@@ -138,8 +157,8 @@ def weigh(rollout: Rollout, rules: Rules) -> Weighed:
     correct = filters.is_correct(
         np.where(scores.valid, scores.total, np.nan), config.correct_reward
     )
-    # A row that asks to be masked may do so instead of having a score.
-    known = scores.valid | scores.masked
+    # A row that asks to be masked may do so instead of having a score, and who distils needs none.
+    known = scores.valid | scores.masked | (not rules.advantage.needs_rewards)
     weights, unscored = filters.unscored(np.ones(len(correct)), known, correct)
     reports = [unscored]
     if config.overlong_filtering:
@@ -150,7 +169,7 @@ def weigh(rollout: Rollout, rules: Rules) -> Weighed:
     if config.drop_constant_groups:
         weights, report = filters.constant_groups(
             weights,
-            rewards.unshaped,
+            _judged(rewards, rules),
             rollout.group_ids,
             correct,
             tolerance=config.constant_tolerance,

@@ -16,6 +16,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 GAE = {"advantage": {"estimator": "gae"}}
 ONE = GAE | {"rollout": {"prompts_per_step": 8, "completions_per_prompt": 1}}
+GDPO = {
+    "advantage": {"estimator": "gdpo"},
+    "reward": {"components": [{"kind": "verifier"}, {"kind": "length", "weight": 0.5}]},
+}
 OPD = {"advantage": {"estimator": "opd"}, "teacher": {"path": "some/folder"}}
 
 
@@ -108,6 +112,13 @@ def test_overrides_win_over_the_file_and_print_back(capsys, write_config, base_c
         (OPD | {"filters": {"use_dynamic_sampling": True}}, "does not learn from"),
         (OPD | {"filters": {"drop_constant_groups": True}}, "filters.drop_constant_groups = true"),
         (OPD | {"shaping": {"enabled": True, "stop_properly_penalty_coef": 0.5}}, "shaping.enab"),
+        (OPD | {"shaping": {"scaling": {"enabled": True}}}, "shaping.scaling.enabled = true"),
+        ({"advantage": {"estimator": "gdpo"}}, "needs at least two reward components"),
+        (GDPO | {"advantage": {"estimator": "gdpo", "reward_weights": [1.0]}}, "has 1 entries"),
+        (
+            GDPO | {"shaping": {"enabled": True, "stop_properly_penalty_coef": 0.5}},
+            "make the penalty a component of its own",
+        ),
         ({"loss_fn": {"use_kl_in_reward": True}}, "nothing puts it into the reward"),
         ({"advantage": {"kl_in_reward": 0.1}}, "is read by reinforce_plus_plus and gae only"),
         ({"sampling": {"filter": {"temperature": 0}}}, "nothing to learn from"),
@@ -154,6 +165,88 @@ def test_filters_and_minimum_lengths_warn_by_name(base_config):
     assert "min_new_tokens" in text and "paid twice" in text
     distilling = configs.from_dict(changed(base_config, **OPD))
     assert "while the teacher pulls away" in " ".join(configs.validate(distilling))
+
+
+@pytest.mark.parametrize(
+    ("sections", "warnings"),
+    [
+        ({}, []),
+        (
+            {"advantage": {"gae_lambda": 0.9, "reward_weights": [1.0]}},
+            [
+                "advantage.reward_weights = (1.0,) changes nothing: the estimator 'grpo' does not",
+                "advantage.gae_lambda = 0.9 changes nothing: the estimator 'grpo' does not read it",
+            ],
+        ),
+        (
+            {"advantage": {"normalize_rewards": False, "normalize_by": "batch"}},
+            ["advantage.normalize_by = 'batch' changes nothing: normalize_rewards is false"],
+        ),
+        (
+            {"shaping": {"max_response_length": 9, "scaling": {"target_max": 2.0}}},
+            [
+                "shaping.max_response_length = 9 changes nothing: shaping.enabled is false",
+                "changes nothing: shaping.scaling.enabled is false",
+            ],
+        ),
+        (
+            {
+                "shaping": {
+                    "enabled": True,
+                    "stop_properly_penalty_coef": 0.5,
+                    "overlong_buffer_length": 7,
+                }
+            },
+            ["shaping.overlong_buffer_length = 7 changes nothing: stop_properly_penalty_coef is"],
+        ),
+        (
+            {"filters": {"on_shortage": "error", "constant_tolerance": 0.1}},
+            [
+                "filters.on_shortage = 'error' changes nothing: filters.use_dynamic_sampling is",
+                "filters.constant_tolerance = 0.1 changes nothing: no filter looks for",
+            ],
+        ),
+        (GDPO, ["reward.components.1.weight = 0.5 weighs the logged total only"]),
+    ],
+)
+def test_keys_that_change_nothing_are_named(base_config, sections, warnings):
+    found = configs.validate(configs.from_dict(changed(base_config, **sections)))
+    assert len(found) == len(warnings), found
+    for text, wanted in zip(found, warnings, strict=True):
+        assert wanted in text
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--filters.overlong-filtering"], True),
+        (["--filters.overlong-filtering", "True"], True),
+        (["--filters.overlong_filtering=true"], True),
+        (["--filters.overlong-filtering", "--filters.overlong-filtering", "false"], False),
+        (["--filters.no-overlong-filtering"], False),
+    ],
+)
+def test_switches_take_a_value_too(write_config, base_config, words, value):
+    path = write_config(changed(base_config, filters={"overlong_filtering": not value}))
+    config, options = cli.parse_with([str(path), *words, "--out", "x"], "eval", cli.EvalOptions)
+    assert config.filters.overlong_filtering is value and options.out == "x"
+
+
+def test_a_switch_that_is_given_something_else_says_what_to_write(
+    capsys, write_config, base_config
+):
+    path = write_config(base_config)
+    message = refused(capsys, "config", path, "--filters.overlong-filtering", "yes")
+    assert "write --filters.overlong-filtering or" in message
+    assert "--filters.no-overlong-filtering or" in message
+
+
+@pytest.mark.parametrize("command", ["eval", "sample"])
+def test_help_of_a_command_with_options_points_at_the_keys_of_the_config(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--checkpoint" in text and "`grpo-jax train CONFIG --help` lists them" in text
 
 
 def test_a_critic_warns_of_what_makes_its_values_wrong(base_config):

@@ -59,9 +59,9 @@ def test_scaling_comes_before_the_penalty_and_reaches_the_components():
     assert np.isnan(out.components["a"]).all()
 
 
-def test_stop_properly_takes_precedence_with_a_warning(caplog):
+def test_stop_properly_takes_precedence_and_says_so():
     config = overlong(stop_properly_penalty_coef=0.0)
-    assert "max_response_length are ignored" in caplog.text
+    assert "takes its place" in config.unread()["max_response_length"]
     assert shape_rewards(np.ones(1), config, truncated=np.ones(1, bool)).total.tolist() == [0]
 
 

@@ -1,5 +1,7 @@
 """Between the sampler and the loss: which rows are trained, with what advantage, in what batch."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -158,6 +160,43 @@ def test_dynamic_sampling_sees_scaled_rewards():
     sampled = rollout(rewards=(1.0, 3.0, 1.0, 0.0))
     whole, _ = prepare.sample(lambda key: sampled, jax.random.key(0), chosen, CONFIG)
     assert whole.scores.total.tolist() == [1.0, 0.0]
+
+
+def two_components(gdpo: bool, weights=None) -> tuple[Rollout, prepare.Rules]:
+    """A group whose totals are equal and whose components are not, and one that is all equal."""
+    columns = {"a": np.array([1.0, 0, 1, 1]), "b": np.array([0.0, 1, 1, 1])}
+    sampled = rollout(rewards=(1.0, 1.0, 2.0, 2.0))
+    sampled = sampled._replace(scores=dataclasses.replace(sampled.scores, components=columns))
+    advantage = AdvantageConfig(estimator="gdpo", reward_weights=weights) if gdpo else None
+    return sampled, rules(FiltersConfig(drop_constant_groups=True), advantage)
+
+
+def test_constant_for_gdpo_is_constant_in_every_component_that_weighs():
+    assert run(*two_components(gdpo=False)).dropped == ["constant_group"] * 4
+    kept = run(*two_components(gdpo=True, weights=(1.0, 2.0)))
+    assert kept.dropped == [None, None, "constant_group", "constant_group"]
+    assert np.asarray(kept.batch.advantages)[0, 2] < 0 < np.asarray(kept.batch.advantages)[1, 2]
+    assert run(*two_components(gdpo=True, weights=(0.0, 0.0))).dropped == ["constant_group"] * 4
+    sampled, chosen = two_components(gdpo=True)
+    chosen = chosen._replace(
+        filters=FiltersConfig(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
+    )
+    whole, _ = prepare.sample(lambda key: sampled, jax.random.key(0), chosen, CONFIG)
+    assert whole.scores.total.tolist() == [1.0, 1.0]
+
+
+def test_distillation_trains_rows_without_a_reward():
+    """No advantage of opd is made of a reward, so that a row without one is as good as any."""
+    sampled = rollout(valid=(1, 0, 1, 0), masked=(0, 0, 1, 0))
+    chosen = rules(advantage=AdvantageConfig(estimator="opd"))
+    weighed = prepare.weigh(sampled, chosen)
+    batch = prepare.collate(sampled, weighed, CONFIG)
+    teacher = np.asarray(batch.generation_logprobs) + 0.25
+    batch = batch.replace(prev_logprobs=batch.generation_logprobs, teacher_logprobs=teacher)
+    prepared = prepare.finish(sampled, weighed, batch, chosen)
+    assert prepared.dropped == [None, None, "mask_sample", None]
+    trained = np.asarray(batch.token_mask)[:4]
+    assert np.all(np.asarray(prepared.batch.advantages)[:4][trained][[0, 1, 2, -1]] == 0.25)
 
 
 def test_sequence_error_filter_reads_the_scored_logprobs():

@@ -151,7 +151,7 @@ def test_groups_spread_over_processes_make_the_step_of_one(estimator):
     spread = [order[of_group % 2 == 0], order[of_group % 2 == 1]]
     parts = in_processes([lambda g, rows=rows: step(rows, estimator, g) for rows in spread])
     assert_same(parts, np.concatenate(spread), whole)
-    assert whole[3]["overrides/tool/rows"] == 4 and len(set(whole[1])) > 2
+    assert whole[3]["overrides/tool/rows"] == 4 and len(set(whole[1])) >= 2
 
 
 def test_dynamic_sampling_goes_on_while_any_process_is_short():
