@@ -6,24 +6,13 @@ spans alone, so padding that equals an end token changes nothing.
 Symbols: `N` rows, `W` width of the sampled rows, `T` width of the batch, `R` rows of a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from grpo_jax.core.batch import Batch, Counts
-
-STOP, LENGTH, OTHER = "stop", "length", "other"
-
-
-class Rows(NamedTuple):
-    """Rectangular rows of `prompt, completion, padding`, as a sampler returns them."""
-
-    tokens: np.ndarray  # i32[N, W]
-    prompt_lengths: np.ndarray  # i32[N]
-    completion_lengths: np.ndarray  # i32[N]
-    logprobs: np.ndarray  # f32[N, W] nats, token-aligned
 
 
 def collate(
@@ -140,55 +129,6 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
 def take_rows(batch: Batch, rows: slice | np.ndarray) -> Batch:
     """Select rows of every array of a batch."""
     return jax.tree.map(lambda x: np.asarray(x)[rows], batch)
-
-
-def cut_completions(
-    completions: Sequence[Sequence[int]], limit: int, stop_ids: Sequence[int]
-) -> tuple[list[np.ndarray], list[str]]:
-    """Cut raw completions through their first stop token, or at the limit, and say which it was.
-
-    The reason is decided before anything is cut: "stop" when a stop token lies within the limit (it
-    stays in the completion and is trained), "length" when the limit was reached without one, and
-    "other" when the engine ended early by itself.
-    """
-    rows, reasons = [], []
-    for completion in completions:
-        ids = np.asarray(completion, np.int32)
-        hits = np.flatnonzero(np.isin(ids[:limit], np.asarray(stop_ids)))
-        if hits.size:
-            rows.append(ids[: hits[0] + 1])
-            reasons.append(STOP)
-        else:
-            rows.append(ids[:limit])
-            reasons.append(LENGTH if len(ids) >= limit else OTHER)
-    return rows, reasons
-
-
-def assemble(
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
-    logprobs: Sequence[np.ndarray],
-    *,
-    pad_id: int,
-    length_multiple: int = 1,
-) -> Rows:
-    """Join ragged prompts, completions and their log-probabilities into rectangular rows."""
-    prompt_lengths = np.array([len(p) for p in prompts], np.int32)
-    completion_lengths = np.array([len(c) for c in completions], np.int32)
-    for i, (completion, scores) in enumerate(zip(completions, logprobs, strict=True)):
-        if len(scores) != len(completion):
-            raise ValueError(
-                f"row {i} has {len(completion)} completion tokens but {len(scores)} "
-                "log-probabilities; the engine must report one for each sampled token"
-            )
-    longest = int((prompt_lengths + completion_lengths).max(initial=0))
-    tokens = np.full((len(prompts), padded_length(longest, length_multiple)), pad_id, np.int32)
-    aligned = np.zeros(tokens.shape, np.float32)
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start, end = prompt_lengths[i], prompt_lengths[i] + completion_lengths[i]
-        tokens[i, :start], tokens[i, start:end] = prompt, completion
-        aligned[i, start:end] = logprobs[i]
-    return Rows(tokens, prompt_lengths, completion_lengths, aligned)
 
 
 def padded_length(length: int, multiple: int) -> int:

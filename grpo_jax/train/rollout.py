@@ -106,6 +106,7 @@ def collect(
     rows = engine.generate(
         params, [prompt.ids for prompt in prompts], completions, key, sampling=sampling
     )
+    check(rows, len(prompts), completions)
     sampled = time.perf_counter()
     repeated, group_ids = repeat_prompts(prompts, completions)
     ids = completion_ids(rows)
@@ -126,6 +127,40 @@ def collect(
         "reward": time.perf_counter() - decoded,
     }
     return Rollout(repeated, group_ids, rows, texts, scores, seconds, flagged)
+
+
+def check(rows: Generation, prompts: int, completions: int) -> None:
+    """Refuse what an engine must not return, before it is trained in silence.
+
+    Raises:
+      ValueError: another number of rows than was asked for, lengths beyond the arrays, or a sampled
+        token without a log-probability.
+    """
+    tokens, logprobs = np.asarray(rows.tokens), np.asarray(rows.logprobs)
+    if len(tokens) != prompts * completions:
+        raise ValueError(
+            f"the engine returned {len(tokens)} rows for {prompts} prompts with {completions} "
+            f"completions each; it must return {prompts * completions}, the completions of a "
+            "prompt next to each other"
+        )
+    starts = np.asarray(rows.prompt_lengths)
+    ends = starts + np.asarray(rows.completion_lengths)
+    if ends.max(initial=0) > tokens.shape[1]:
+        raise ValueError(
+            f"a row of the engine claims {ends.max()} tokens and the arrays are {tokens.shape[1]} "
+            "wide; lengths must count the tokens that are there"
+        )
+    columns = np.arange(tokens.shape[1])
+    sampled = (columns >= starts[:, None]) & (columns < ends[:, None])
+    missing = np.argwhere(sampled & (np.isnan(logprobs) | np.isposinf(logprobs)))
+    if missing.size:
+        row, column = missing[0]
+        raise ValueError(
+            f"token {column - starts[row]} of completion {row} (id {tokens[row, column]}) has the "
+            f"log-probability {logprobs[row, column]}, and {len(missing)} tokens in all have none; "
+            "an engine must report that of each token it sampled. Where ours says so, the model's "
+            "weights are not finite"
+        )
 
 
 def overrides(

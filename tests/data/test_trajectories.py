@@ -7,7 +7,7 @@ import pytest
 from grpo_jax.core import masks
 from grpo_jax.data import trajectories
 from grpo_jax.data.packing import PackingConfig, pack_batch
-from grpo_jax.data.trajectories import collate, count, cut_completions
+from grpo_jax.data.trajectories import collate, count
 
 EOS = 2
 
@@ -154,45 +154,3 @@ def test_row_order_changes_nothing_but_the_order():
     )  # fmt: skip
     assert same(trajectories.take_rows(a, order), b)
     assert count(a) == count(b)
-
-
-@pytest.mark.parametrize(
-    "ids, mask",
-    [
-        ([11, 12, 2, 0, 0], [1, 1, 1, 0, 0]),
-        ([11, 12, 13, 14, 15], [1, 1, 1, 1, 1]),
-        ([2, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
-        ([11, 2, 12, 2, 0], [1, 1, 0, 0, 0]),
-    ],
-)
-def test_a24_the_completion_ends_with_its_first_end_token(ids, mask):
-    (kept,), _ = cut_completions([ids], 5, [2])
-    assert [int(i < len(kept)) for i in range(5)] == mask
-
-
-def test_a25_every_end_token_ends_a_completion():
-    (kept,), reasons = cut_completions([[9, 106, 7, 1]], 4, [1, 106])
-    assert kept.tolist() == [9, 106] and reasons == ["stop"]
-
-
-def test_a26_the_stop_reason_is_decided_before_the_cut():
-    generated = [[5, 6, 7, 8, 9, 2], [5, 6, 7, 2], [5, 6, 7, 8], [5, 6]]
-    kept, reasons = cut_completions(generated, 4, [2])
-    assert reasons == ["length", "stop", "length", "other"]
-    assert [len(k) for k in kept] == [4, 4, 4, 2]
-
-
-def test_ragged_rows_are_assembled_token_aligned():
-    out = trajectories.assemble(
-        [np.array([5, 6]), np.array([7])], [[8], [9, 10, 11]], [[-1.0], [-2.0, -3.0, -4.0]],
-        pad_id=99, length_multiple=3,
-    )  # fmt: skip
-    assert out.tokens.tolist() == [[5, 6, 8, 99, 99, 99], [7, 9, 10, 11, 99, 99]]
-    assert out.logprobs.tolist() == [[0, 0, -1, 0, 0, 0], [0, -2, -3, -4, 0, 0]]
-    batch = collate(*out, advantages=np.ones(2))
-    assert count(batch).tokens == 4
-
-
-def test_a08_a_completion_without_all_its_log_probabilities_is_refused():
-    with pytest.raises(ValueError, match="row 0 has 2 completion tokens but 1 log-probabilities"):
-        trajectories.assemble([[1]], [[2, 3]], [[-1.0]], pad_id=0)
