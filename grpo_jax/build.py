@@ -10,6 +10,7 @@ import optax
 
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
+from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.loss_config import LossConfig
 from grpo_jax.core.policy import Params, Policy
 from grpo_jax.data import prompts as prompting
@@ -19,7 +20,7 @@ from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.scale import mesh as meshes
-from grpo_jax.scale import processes, rules
+from grpo_jax.scale import multihost, processes, rules
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import critic as critics
 from grpo_jax.train import dump, loop, optimizer, prepare, reporting
@@ -232,8 +233,6 @@ def build_stream(
         int(config.rollout.prompts_per_step * config.filters.batch_multiplier),
         seed=config.data.seed,
         remainder=config.data.remainder,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
     )
 
 
@@ -357,13 +356,28 @@ def build_parts(
         teacher=None if teacher is None else teacher.params,
         critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),
-        dump=lambda path, batch, counts, current: dump.dump_step(
-            path, batch, counts, current, loss, filtering_on=filter_config.active
+        dump=lambda path, batch, counts, current: _dump(
+            path, batch, counts, current, loss, filter_config.active
         ),
-        gather=processes.gather,
+        gather=processes.alone,  # every process holds the whole rollout
         checkpointer=checkpointer,
         reporter=reporter,
     )
+
+
+def _dump(
+    path: Path,
+    batch: Batch,
+    counts: Counts,
+    current: TokenScores,
+    loss: LossConfig,
+    filtering_on: bool,
+) -> Path:
+    """Write the inputs of a loss; all processes bring the scores together, one writes."""
+    current = multihost.fetch(current)
+    if not multihost.is_main():
+        return path
+    return dump.dump_step(path, batch, counts, current, loss, filtering_on=filtering_on)
 
 
 def _critic_steps(config: Config, critic: Critic, layout: Layout) -> critics.Critic:

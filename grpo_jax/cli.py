@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, cast
 import tyro
 
 from grpo_jax import config as configs
+from grpo_jax.scale import multihost
 from grpo_jax.train.inspect import InspectOptions
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -267,16 +268,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         if os.environ.get("GRPO_JAX_TRACEBACK"):
             raise
-        print(f"grpo-jax {name}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return _failed(f"grpo-jax {name}: ", error, EXIT_USAGE)
     except (RuntimeError, OSError) as error:  # a full disk, damaged checkpoints, a dead worker
         if os.environ.get("GRPO_JAX_TRACEBACK"):
             raise
-        print(f"grpo-jax {name} failed: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _failed(f"grpo-jax {name} failed: ", error, EXIT_FAILED)
     except KeyboardInterrupt:
         print(f"\ngrpo-jax {name}: stopped; what was saved is kept", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _failed(prefix: str, error: Exception, status: int) -> int:
+    """Say in one line what went wrong; a process of a job ends here, without waiting for others."""
+    print(f"{prefix}{multihost.explain(error)}", file=sys.stderr)
+    multihost.abandon(status)
+    return status
 
 
 def usage() -> str:

@@ -27,6 +27,7 @@ from grpo_jax.rewards.shaping import ShapingConfig
 from grpo_jax.sampling.engine import EngineConfig
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale.mesh import MeshConfig
+from grpo_jax.scale.multihost import ProcessesConfig
 from grpo_jax.train.checkpoint import CheckpointConfig
 from grpo_jax.train.critic import CriticConfig
 from grpo_jax.train.evaluate import EvaluateConfig
@@ -82,6 +83,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     mesh: MeshConfig = MeshConfig()
+    processes: ProcessesConfig = ProcessesConfig()
 
 
 def load(path: str | Path | None = None) -> Config:

@@ -19,6 +19,7 @@ from grpo_jax.data import prompts as prompting
 from grpo_jax.models import hf
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.generate import STOP_REASONS
+from grpo_jax.scale import multihost
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import evaluate, folder, loop, optimizer, reporting, rollout
 from grpo_jax.train import state as states
@@ -33,9 +34,12 @@ MAY_CHANGE = (
     "report.",
     "checkpoint.",
     "reward.workers",
+    "processes.",
 )
 """Keys that an unfinished run may be resumed with another value of; see `_changed_keys`."""
 EXIT_OK, EXIT_NONFINITE, EXIT_INTERRUPTED = 0, 3, 130
+EXIT_PREEMPTED = 75
+"""After SIGTERM: saved, start the same command again (EX_TEMPFAIL of sysexits.h)."""
 
 
 def enable_compile_cache(path: Path) -> None:
@@ -46,13 +50,23 @@ def enable_compile_cache(path: Path) -> None:
 
 
 def train(config: Config, console: Console | None = None) -> int:
-    """Train; returns the exit status. Prints which of starting and resuming it does."""
-    console = console or reporting.make_console()
+    """Train; returns the exit status. Prints which of starting and resuming it does.
+
+    Joins the job that the environment describes; then only process 0 prints and writes.
+    """
+    with multihost.job(config.processes):
+        return _train(config, console or reporting.make_console(quiet=not multihost.is_main()))
+
+
+def _train(config: Config, console: Console) -> int:
     begin = time.perf_counter()
     for warning in configs.validate(config):
         console.print(f"[yellow]warning:[/yellow] {warning}")
     place = Path(config.run.dir)
-    plan = folder.plan(place, config.run.resume, _changed_keys(place, config))
+    plan = multihost.from_main(
+        lambda: folder.plan(place, config.run.resume, _changed_keys(place, config)),
+        "the run folder",
+    )
     console.print(plan.said)
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:  # its workers start while the model loads
@@ -91,7 +105,8 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
     build.check(config, model, data)
     scorer.wait_ready()
     _describe(console, config, model, data)
-    folder.prepare(place, plan, configs.dump(config))  # what can be refused was refused above
+    # What can be refused was refused above.
+    multihost.from_main(lambda: folder.prepare(place, plan, configs.dump(config)), "the run folder")
     checkpointer = checkpointing.Checkpointer(
         place / folder.CHECKPOINTS,
         config.checkpoint,
@@ -116,7 +131,12 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
         stream.restore(restored.run["stream"])
         console.print(f"going on after step {start} of {config.run.steps}")
     reporter = reporting.Reporter(
-        place, config.report, config.run.steps, start_step=start, console=console
+        place,
+        config.report,
+        config.run.steps,
+        start_step=start,
+        console=console,
+        enabled=multihost.is_main(),
     )
     parts = build.build_parts(
         config, model, data, scorer, stream, opt, places, critic, checkpointer, reporter
@@ -147,6 +167,10 @@ def _describe(
     """Say in a few lines what is about to be trained on what."""
     size = sum(x.size for x in jax.tree.leaves(model.loaded.params))
     devices = model.mesh.devices.ravel()
+    if multihost.count() > 1:
+        console.print(
+            f"job     {multihost.count()} processes; each scores its share of the completions"
+        )
     console.print(
         f"model   {config.model.path} ({size / 1e6:.0f}M parameters, "
         f"{config.model.compute_dtype}) on {len(devices)} × {devices[0].device_kind}"
@@ -185,17 +209,22 @@ def _finish(
 ) -> int:
     """Say how the run ended, export the weights, and mark the folder."""
     place = Path(config.run.dir)
-    if outcome.reason == "interrupted":
+    if outcome.reason in ("interrupted", "preempted"):
         state = f"saved after step {outcome.step}" if saved else "the last save FAILED (see above)"
-        console.print(f"[bold]interrupted[/bold], {state}. The same command goes on from there.")
-        return EXIT_INTERRUPTED
+        console.print(
+            f"[bold]{outcome.reason}[/bold], {state}. The same command goes on from there."
+        )
+        return EXIT_INTERRUPTED if outcome.reason == "interrupted" else EXIT_PREEMPTED
     if outcome.first and outcome.last:
         console.print(comparison(outcome.first, outcome.last))
-    if config.run.export:
+    params = multihost.fetch(outcome.state.params) if config.run.export else None
+    if not multihost.is_main():
+        return EXIT_OK
+    if params is not None:
         hf.save_model(
             place / "export",
             hf.hf_config.read_config(config.model.path),
-            outcome.state.params,
+            params,
             companions=config.model.path,
         )
         if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:

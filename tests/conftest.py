@@ -17,6 +17,15 @@ jax.config.update(
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def pytest_collection_modifyitems(items):
+    """Leave out what takes many minutes, unless it is asked for."""
+    if os.environ.get("GRPO_JAX_NIGHTLY") != "1":
+        skip = pytest.mark.skip(reason="set GRPO_JAX_NIGHTLY=1 to run it")
+        for item in items:
+            if "nightly" in item.keywords:
+                item.add_marker(skip)
+
+
 @pytest.fixture
 def x64():
     """Double precision for one test."""

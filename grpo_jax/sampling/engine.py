@@ -18,6 +18,7 @@ import numpy as np
 from grpo_jax.core.policy import Decoder, Params
 from grpo_jax.sampling import generate as generating
 from grpo_jax.sampling.generate import Generation, SamplingConfig
+from grpo_jax.scale import multihost
 
 
 class RolloutEngine(Protocol):
@@ -153,7 +154,7 @@ class NativeEngine:
             )
             part = self._generate(params, table, lengths, requests, key, sampling, group_size)
             used = len(chosen) * group_size
-            parts.append(Generation(*(np.asarray(x)[:used] for x in part)))
+            parts.append(Generation(*(multihost.fetch(x)[:used] for x in part)))
             places += [i * group_size + g for i in chosen for g in range(group_size)]
         return _gather(parts, np.asarray(places), self.pad_id)
 

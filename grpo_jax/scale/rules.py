@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.scale import mesh as meshes
+from grpo_jax.scale import multihost
 
 Axis = str | tuple[str, ...] | None
 Spec = tuple[Axis, ...] | None
@@ -154,11 +155,11 @@ def check_rows(rows: int, mesh: Mesh | None, micro_batches: int = 1) -> None:
 
 
 def place(batch: Any, mesh: Mesh) -> Any:
-    """Put a tree of host arrays [B, ...] on the mesh, rows split.
+    """Put a tree of host arrays [B, ...], the same in every process, on the mesh, rows split.
 
     Raises:
       ValueError: the rows do not divide over the mesh.
     """
     leaves = jax.tree.leaves(batch)
     check_rows(leaves[0].shape[0], mesh)
-    return jax.device_put(batch, batch_sharding(mesh))
+    return multihost.place(batch, batch_sharding(mesh))

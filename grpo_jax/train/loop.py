@@ -19,6 +19,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.scale import multihost
 from grpo_jax.scale.processes import Gather
 from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
@@ -77,7 +78,9 @@ class Parts(NamedTuple):
     dump: Callable[[Path, Batch, Counts, TokenScores], Path]
     checkpointer: Checkpointer
     reporter: reporting.Reporter
-    gather: Gather  # over the processes of the run, each of which samples groups of its own
+    # Over processes that hold different groups. In `grpo-jax train` all hold the whole rollout, and
+    # this is `processes.alone`: so every number is that of a run of one process.
+    gather: Gather
 
 
 class Outcome(NamedTuple):
@@ -85,7 +88,7 @@ class Outcome(NamedTuple):
 
     state: TrainState
     step: int  # steps finished
-    reason: Literal["finished", "interrupted", "target"]
+    reason: Literal["finished", "interrupted", "preempted", "target"]
     first: dict[str, float]  # metrics of the first and
     last: dict[str, float]  # the last evaluation; empty where there was none
 
@@ -136,13 +139,22 @@ def train(
                 notes["last"] = _evaluate(parts, state, root, step)
                 metrics |= notes["last"]  # only this step's own: it decides which one is best
             hit = _target_hit(parts.evaluate, notes["last"])
-            stop = finished or hit or interrupt.requested is not None
+            asked = _asked(interrupt)
+            stop = finished or hit or asked is not None
             if stop or parts.checkpointer.due(step):
                 _save(parts, state, step, notes, metrics)
             if stop:
-                reason = "finished" if finished else "target" if hit else "interrupted"
+                reason = "finished" if finished else "target" if hit else asked or "interrupted"
                 break
     return Outcome(state, step, reason, notes["first"], notes["last"])
+
+
+def _asked(interrupt: Interrupt) -> Literal["interrupted", "preempted"] | None:
+    """Why the run is to end now, if any process was asked: all end after the same step."""
+    asked = multihost.everyone(interrupt.requested, "the end of a step")
+    if "SIGTERM" in asked:
+        return "preempted"
+    return "interrupted" if any(asked) else None
 
 
 def _step(
@@ -219,7 +231,7 @@ def _score(parts: Parts, state: TrainState, batch: Batch) -> Batch:
         return batch
     laid, width = parts.layout.lay_out(batch), batch.tokens.shape[1]
     placed = parts.place(laid.batch)
-    scored = {n: jax.device_get(score(params, placed)) for n, (score, params) in wanted.items()}
+    scored = {n: multihost.fetch(score(params, placed)) for n, (score, params) in wanted.items()}
     return batch.replace(**{name: laid.restore(x, width) for name, x in scored.items()})
 
 

@@ -19,6 +19,7 @@ from grpo_jax.rewards.scoring import Scorer, Scores
 from grpo_jax.rewards.verdicts import TextSpan
 from grpo_jax.sampling import engine as engines
 from grpo_jax.sampling.generate import STOP_REASONS, Generation, SamplingConfig
+from grpo_jax.scale import multihost
 from grpo_jax.scale.processes import Gather, alone
 
 
@@ -100,7 +101,8 @@ def collect(
     """Sample `completions` answers to each prompt and score them.
 
     Row `i` belongs to group `i // completions`. The key is consumed; `sampling` replaces the
-    engine's own settings.
+    engine's own settings. With several processes each decodes and scores the completions of its
+    share of the prompts, and all receive the whole rollout.
     """
     start = time.perf_counter()
     rows = engine.generate(
@@ -110,23 +112,52 @@ def collect(
     sampled = time.perf_counter()
     repeated, group_ids = repeat_prompts(prompts, completions)
     ids = completion_ids(rows)
-    texts = tokenizer.decode_batch(ids)
-    decoded = time.perf_counter()
-    scores = scorer.score(
-        [prompt.example for prompt in repeated],
-        texts,
-        tokens=np.asarray(rows.completion_lengths),
-        truncated=truncated(rows),
-    )
-    flagged = [
-        overrides(tokenizer, row, spans) for row, spans in zip(ids, scores.spans, strict=True)
-    ]
+    cut, mine = truncated(rows), multihost.my_share(len(prompts))
+    mine = slice(mine.start * completions, mine.stop * completions)  # whole groups
+
+    def judge() -> Judged:
+        begin = time.perf_counter()
+        texts = tokenizer.decode_batch(ids[mine])
+        decoded = time.perf_counter()
+        scores = scorer.score(
+            [prompt.example for prompt in repeated[mine]],
+            texts,
+            tokens=np.asarray(rows.completion_lengths)[mine],
+            truncated=cut[mine],
+        )
+        spans = zip(ids[mine], scores.spans, strict=True)
+        flagged = [overrides(tokenizer, row, found) for row, found in spans]
+        return Judged(texts, scores, flagged, decoded - begin)
+
+    judged = _join(multihost.all_succeed(judge, "the rewards"))
     seconds = {
         "rollout": sampled - start,
-        "decode": decoded - sampled,
-        "reward": time.perf_counter() - decoded,
+        "decode": judged.seconds,
+        "reward": time.perf_counter() - sampled - judged.seconds,
     }
-    return Rollout(repeated, group_ids, rows, texts, scores, seconds, flagged)
+    return Rollout(
+        repeated, group_ids, rows, judged.texts, judged.scores, seconds, judged.overrides
+    )
+
+
+class Judged(NamedTuple):
+    """What a process says of its share of the completions."""
+
+    texts: list[str]
+    scores: Scores
+    overrides: list[tuple[Override, ...]]
+    seconds: float  # of decoding
+
+
+def _join(parts: Sequence[Judged]) -> Judged:
+    if len(parts) == 1:
+        return parts[0]
+    return Judged(
+        [text for part in parts for text in part.texts],
+        Scores.join([part.scores for part in parts]),
+        [flagged for part in parts for flagged in part.overrides],
+        max(part.seconds for part in parts),
+    )
 
 
 def check(rows: Generation, prompts: int, completions: int) -> None:

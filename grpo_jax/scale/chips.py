@@ -1,0 +1,92 @@
+"""What a chip can do at most, with the source of each number, and devices that are not here.
+
+A topology is a chip and a shape, `v5e:16x16`, or `cpu:8`: devices of this machine, for which a plan
+can be compared with what really runs.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peak numbers of one chip; nothing here was measured by us."""
+
+    name: str
+    flops: float  # bfloat16 operations a second
+    memory: float  # bytes
+    memory_bandwidth: float  # bytes a second
+    link_bandwidth: float  # bytes a second that a chip sends to all its neighbours together
+    dimensions: int  # of the torus that the links form
+    source: str
+
+
+CHIPS: dict[str, Chip] = {
+    # Links: the pages give both directions together; a chip sends half of that.
+    "v5e": Chip(
+        "v5e", 197e12, 16e9, 819e9, 400e9 / 2, 2, "https://docs.cloud.google.com/tpu/docs/v5e"
+    ),
+    "v5p": Chip(
+        "v5p", 459e12, 95e9, 2765e9, 1200e9 / 2, 3, "https://docs.cloud.google.com/tpu/docs/v5p"
+    ),
+    "v6e": Chip(
+        "v6e", 918e12, 32e9, 1638e9, 800e9 / 2, 2, "https://docs.cloud.google.com/tpu/docs/v6e"
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The devices that a program is compiled for."""
+
+    name: str
+    devices: tuple[Any, ...]
+    chip: Chip | None  # None: no peak numbers are known
+
+
+def topology(name: str) -> Topology:
+    """Look up or make the devices of `v5e:16x16`, or the first N of this machine for `cpu:N`.
+
+    Raises:
+      ValueError: an unknown name or shape, or no compiler for it.
+    """
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+    if not match:
+        raise ValueError(
+            f"topology {name!r} is not CHIP:SHAPE, such as v5e:16x16, v5p:4x4x4 or cpu:8"
+        )
+    kind, shape = match.groups()
+    if kind == "cpu":
+        return Topology(name, _local(math.prod(map(int, shape.split("x")))), None)
+    if kind not in CHIPS:
+        raise ValueError(
+            f"no peak numbers of a chip {kind!r} are known; there are {', '.join(CHIPS)} and cpu"
+        )
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except Exception as error:
+        text = str(error).splitlines()[0]
+        missing = "libtpu" in str(error) or "not found" in text or "backend" in text.lower()
+        raise ValueError(
+            f"the TPU compiler is not here ({text}); install it with pip install 'jax[tpu]' "
+            "(no TPU is needed), and set TPU_SKIP_MDS_QUERY=1 outside Google Cloud"
+            if missing
+            else f"the TPU compiler refuses the topology {name!r}: {text}"
+        ) from error
+    return Topology(name, tuple(found.devices), CHIPS[kind])
+
+
+def _local(count: int) -> tuple[Any, ...]:
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"cpu:{count} needs {count} CPU devices and there are {len(devices)}; set "
+            f"JAX_NUM_CPU_DEVICES={count}"
+        )
+    return tuple(devices[:count])

@@ -1,0 +1,298 @@
+"""Read a compiled program: its dot products and its collectives, each as often as it runs.
+
+The compiler's own totals count the body of a loop once. Here the computations are walked from the
+entry, and a loop's body counts as often as its condition says; where the bound is not a constant,
+the caller knows it (the loop over micro-batches ends where the data ends).
+"""
+
+import collections
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^}]*\})?")
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    arguments: str  # what stands in the brackets
+    rest: str  # everything behind them
+
+
+class Collective(NamedTuple):
+    """All collectives of one kind along the same axes of the mesh."""
+
+    kind: str
+    axes: str  # "fsdp", "data+fsdp", …
+    times: int  # how often one runs in a step
+    bytes: float  # what one chip sends in a step
+
+
+class Program(NamedTuple):
+    """What one device does in one run of the program."""
+
+    flops: float  # of dot products
+    collectives: list[Collective]
+    unknown_loops: int  # loops whose number of rounds was taken from the caller
+
+
+def read(text: str, mesh: Mapping[str, int], *, unknown_trips: int = 1) -> Program:
+    """Walk a compiled module.
+
+    Args:
+      text: `compiled.as_text()`.
+      mesh: axis -> size, in the order of the mesh.
+      unknown_trips: rounds of a loop whose bound is not a constant.
+    """
+    computations, entry = _parse(text)
+    walker = _Walker(computations, mesh, unknown_trips)
+    walker.visit(entry, 1, entry)
+    totals: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0.0])
+    for kind, axes, times, sent in walker.seen.values():
+        totals[kind, axes][0] += times
+        totals[kind, axes][1] += times * sent
+    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
+    found = [Collective(kind, axes, int(n), sent) for (kind, axes), (n, sent) in ranked]
+    return Program(walker.flops, found, walker.unknown)
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """Computation -> name -> instruction; and the name of the entry."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if current is None or not line.startswith(" "):
+            head = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+            if head:
+                current = computations.setdefault(head[2], {})
+                entry = head[2] if head[1] else entry
+            continue
+        found = _instruction(line)
+        if found is not None:
+            current[found.name] = found
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if head is None:
+        return None
+    body = line[head.end() :]
+    end = _closing(body, 0) if body.startswith("(") else body.index(" ") - 1
+    opcode = re.match(r"\s*([\w\-]+)\(", body[end + 1 :])
+    if opcode is None:
+        return None
+    start = end + 1 + opcode.end() - 1
+    stop = _closing(body, start)
+    operands = re.findall(r"%([\w.\-]+)", body[start:stop])
+    inside = body[start + 1 : stop]
+    return Instruction(head[1], body[: end + 1], opcode[1], operands, inside, body[stop + 1 :])
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` closes."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, dimensions) of every array in a type."""
+    found = _SHAPE.findall(type_text)
+    return [(kind, tuple(int(d) for d in dims.split(",") if d)) for kind, dims in found]
+
+
+def size(type_text: str) -> float:
+    """Bytes of all arrays in a type."""
+    return sum(_width(kind) * math.prod(dims) for kind, dims in shapes(type_text))
+
+
+def _width(kind: str) -> float:
+    """Bytes of one number: s32, bf16, f8e4m3fn and c64 say their bits; pred has one byte."""
+    bits = re.match(r"[a-z]+(\d+)", kind)
+    return int(bits[1]) / 8 if bits else float(kind == "pred")
+
+
+class _Walker:
+    """Add up a module from its entry on."""
+
+    def __init__(self, computations, mesh: Mapping[str, int], unknown_trips: int):
+        self._computations, self._mesh, self._trips = computations, mesh, unknown_trips
+        self.flops, self.unknown = 0.0, 0
+        self.seen: dict[tuple[str, str], tuple[str, str, int, float]] = {}
+
+    def visit(self, name: str, times: int, place: str) -> None:
+        """Count a computation that runs `times` times inside the sequence `place`."""
+        inside = self._computations.get(name, {})
+        for one in inside.values():
+            if one.opcode == "dot":
+                self.flops += times * dot_flops(one, inside)
+            elif one.opcode == "convolution":
+                self.flops += times * convolution_flops(one, inside)
+            elif one.opcode.removesuffix("-start") in COLLECTIVES:
+                self._collective(one, inside, name, times, place)
+            for callee, more, fresh in self._calls(one):
+                self.visit(callee, times * more, callee if fresh else place)
+
+    def _calls(self, one: Instruction) -> Iterator[tuple[str, int, bool]]:
+        """Yield (computation, rounds, whether it is a sequence of its own)."""
+        if one.opcode == "while":
+            condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
+            body = re.search(r"body=%?([\w.\-]+)", one.rest)
+            if body:
+                yield body[1], self._rounds(one, condition[1] if condition else ""), True
+        elif one.opcode in ("fusion", "call", "custom-call", "async-start", "conditional"):
+            for callee in re.findall(
+                r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", one.rest
+            ):
+                yield callee, 1, False
+            branches = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
+            for callee in re.findall(r"%?([\w.\-]+)", branches[1]) if branches else ():
+                yield callee, 1, False
+
+    def _rounds(self, loop: Instruction, condition: str) -> int:
+        known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
+        if known:
+            return int(known[1])
+        bounds = {  # scans count from 0 in steps of 1, so the one constant is their length
+            int(one.arguments)
+            for one in self._computations.get(condition, {}).values()
+            if one.opcode == "constant" and one.arguments.isdigit()
+        }
+        if len(bounds) == 1:
+            return bounds.pop()
+        self.unknown += 1
+        return self._trips
+
+    def _collective(self, one, inside, name: str, times: int, place: str) -> None:
+        kind = one.opcode.removesuffix("-start")
+        groups = _groups(one.rest, math.prod(self._mesh.values()))
+        sizes = [_width(dtype) * math.prod(dims) for dtype, dims in shapes(one.type)]
+        whole = sizes[-1] if one.opcode.endswith("-start") else sum(sizes)
+        if "all-reduce-scatter" in name:  # how the TPU compiler writes a reduce-scatter
+            kind = "reduce-scatter"
+        n = groups.shape[1] if groups is not None else 0
+        axes = _axes(groups, self._mesh)
+        sent = {
+            "all-gather": whole * (n - 1) / max(n, 1),
+            "all-reduce": 2 * whole * (n - 1) / max(n, 1),
+            # Written as a reduction of the whole, or by its result, a part.
+            "reduce-scatter": whole * (n - 1) / (max(n, 1) if "scatter" in name else 1),
+            "all-to-all": whole * (n - 1) / max(n, 1),
+            "collective-permute": whole,
+        }[kind]
+        if kind != "collective-permute" and n <= 1:
+            return
+        # Parts of one asynchronous collective repeat it in several computations of a sequence.
+        channel = re.search(r"channel_id=(\d+)", one.rest)
+        key = (place, channel[1] if channel else one.name)
+        if key not in self.seen or self.seen[key][2] < times:
+            self.seen[key] = (kind, axes, times, sent)
+
+
+def dot_flops(one: Instruction, inside: Mapping[str, Instruction]) -> float:
+    """2 · |output| · |contracted|."""
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
+    left = shapes(inside[one.operands[0]].type)[0][1]
+    output = math.prod(shapes(one.type)[0][1])
+    dims = [int(d) for d in contracted[1].split(",") if d] if contracted else []
+    return 2.0 * output * math.prod(left[d] for d in dims)
+
+
+def convolution_flops(one: Instruction, inside: Mapping[str, Instruction]) -> float:
+    """The form in which the TPU compiler writes a dot product; batches are spatial dimensions.
+
+    2 · |output without spatial dimensions| · input features of the kernel · for each spatial
+    dimension, the pairs of output and kernel positions that meet an element of the input.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest)
+    assert labels is not None, one.rest
+    base, kernel = (shapes(inside[name].type)[0][1] for name in one.operands[:2])
+    output = shapes(one.type)[0][1]
+    total = 2.0
+    for letter, length in zip(labels[3], output, strict=True):
+        total *= 1 if letter.isdigit() else length
+    total *= kernel[labels[2].index("i")]
+    groups = re.search(r"batch_group_count=(\d+)", one.rest)
+    total /= int(groups[1]) if groups else 1
+    window = re.search(r"window=\{([^}]*)\}", one.rest)
+    fields = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+    for d in range(sum(letter.isdigit() for letter in labels[3])):
+        total *= _meetings(
+            base[labels[1].index(str(d))], output[labels[3].index(str(d))], _window(fields, d)
+        )
+    return total
+
+
+def _window(fields: Mapping[str, str], d: int) -> dict[str, int]:
+    """Size, stride, padding and dilations of one spatial dimension."""
+
+    def number(name: str, default: int) -> int:
+        return int(fields[name].split("x")[d]) if name in fields else default
+
+    pad = fields["pad"].split("x")[d].split("_")[0] if "pad" in fields else "0"
+    return {
+        "size": number("size", 1),
+        "stride": number("stride", 1),
+        "low": int(pad),
+        "base": number("lhs_dilate", 1),
+        "kernel": number("rhs_dilate", 1),
+    }
+
+
+def _meetings(base: int, output: int, window: Mapping[str, int]) -> int:
+    """Pairs (output position, kernel position) that meet an element of the input."""
+    places = (
+        np.arange(output)[:, None] * window["stride"]
+        + np.arange(window["size"])[None] * window["kernel"]
+        - window["low"]
+    )
+    dilated = (base - 1) * window["base"] + 1
+    return int(((places >= 0) & (places < dilated) & (places % window["base"] == 0)).sum())
+
+
+def _groups(rest: str, devices: int) -> np.ndarray | None:
+    """Device numbers [groups, members] of a collective; None where they are not written."""
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if iota:
+        dims = [int(d) for d in iota[3].split(",")]
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        if iota[4]:
+            ids = ids.transpose([int(d) for d in iota[4].split(",")])
+        return ids.reshape(int(iota[1]), int(iota[2]))
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    if named:
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        over = re.findall(r"'([^']+)'", named[2])
+        ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        moved = [list(sizes).index(name) for name in over]
+        kept = [i for i in range(len(sizes)) if i not in moved]
+        return ids.transpose(kept + moved).reshape(-1, math.prod(sizes[name] for name in over))
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
+    listed = re.search(r"replica_groups=\{(\{.*?\})\}", rest)
+    text = listed[1] if listed else pairs[1] + "}" if pairs else ""
+    rows = [[int(i) for i in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", text)]
+    if rows and len({len(row) for row in rows}) == 1:
+        return np.array(rows)
+    return np.arange(devices).reshape(1, -1) if "replica_groups={}" in rest else None
+
+
+def _axes(groups: np.ndarray | None, mesh: Mapping[str, int]) -> str:
+    """Name the mesh axes along which the members of a group differ."""
+    if groups is None:
+        return "?"
+    coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())))
+    differ = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
+    return "+".join(name for name, d in zip(mesh, differ, strict=True) if d) or "none"

@@ -1,0 +1,157 @@
+"""The whole main job in several processes on loopback: the same training, and a bounded end."""
+
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from tests.e2e.conftest import changed, finish, start
+from tests.e2e.test_train_command import metrics, wait_for
+
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling is most of what these tests do
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start_job(count: int, *arguments: object, **variables: str) -> list:
+    """Start `grpo-jax` in `count` processes that find each other by addresses."""
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        start(
+            *arguments,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES=str(count),
+            JAX_PROCESS_ID=str(i),
+            **QUICK,
+            **variables,
+        )
+        for i in range(count)
+    ]
+
+
+def finish_job(processes: list, timeout: float = 300) -> list[tuple[int, str]]:
+    try:
+        return [finish(process, timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def config(base_config) -> dict:
+    """Two updates a rollout, a reference policy, and rows that divide over four devices."""
+    return changed(
+        base_config,
+        run={"steps": 3, "dump_steps": []},
+        rollout={"prompts_per_step": 4, "completions_per_prompt": 4, "micro_batch_size": 2},
+        # An eps far above the gradients' rounding: Adam would blow up the noise of the smallest.
+        optimizer={"lr": 0.01, "schedule": "constant", "eps": 1e-3},
+        evaluate={"at_start": False},
+        checkpoint={"every": 1},
+    )
+
+
+@pytest.fixture(scope="module")
+def single(config, tmp_path_factory):
+    """The run of one process: its folder, and the config file."""
+    place = tmp_path_factory.mktemp("single")
+    path = place / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    status, output = finish(start("train", path, "--run.dir", place / "run", **QUICK))
+    assert status == 0, output
+    return place / "run", path
+
+
+def samples(folder: Path) -> list[dict]:
+    text = (folder / "samples" / "step_000001.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+def assert_same_training(folder: Path, reference: Path, initial: Path) -> None:
+    """Float32 sums in another order: 1e-5 on weights that moved by a hundred times as much."""
+    ours, theirs = weights(folder), weights(reference)
+    before = load_file(initial / "model.safetensors")
+    moved = max(float(np.abs(theirs[name] - before[name]).max()) for name in theirs)
+    assert moved > 1e-3
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(ours[name], tensor, rtol=0, atol=1e-5, err_msg=name)
+    for row, other in zip(metrics(folder), metrics(reference), strict=True):
+        assert row.keys() == other.keys()
+        for key, value in other.items():
+            if key.startswith("packing/"):  # other devices, other micro-batches
+                continue
+            assert row[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_job_of_processes_trains_as_one_does(single, tiny_folder, tmp_path, count):
+    reference, path = single
+    folder = tmp_path / "run"
+    results = finish_job(start_job(count, "train", path, "--run.dir", folder))
+    assert [status for status, _ in results] == [0] * count, results
+    assert f"{count} processes" in results[0][1] and "reward" in results[0][1]
+    for _, output in results[1:]:  # only process 0 talks
+        assert not [line for line in output.splitlines() if not line.startswith("[Gloo]")], output
+    assert_same_training(folder, reference, tiny_folder)
+    for row, other in zip(samples(folder), samples(reference), strict=True):
+        assert row["tokens"] == other["tokens"] and row["reward"] == other["reward"]
+
+
+def test_a_preempted_job_goes_on_with_another_number_of_processes(single, tiny_folder, tmp_path):
+    """SIGTERM to one process of two; all save after the same step; one process ends the run."""
+    reference, path = single
+    folder = tmp_path / "run"
+    job = start_job(2, "train", path, "--run.dir", folder, REWARD_SECONDS="0.1")
+    wait_for(lambda: any(row["step"] >= 1 for row in metrics(folder)))
+    job[1].send_signal(signal.SIGTERM)
+    results = finish_job(job)
+    assert [status for status, _ in results] == [75, 75], results
+    assert "preempted, saved after step" in results[0][1]
+
+    status, output = finish(start("train", path, "--run.dir", folder, **QUICK))
+    assert status == 0 and "resuming the unfinished run" in output, output
+    assert_same_training(folder, reference, tiny_folder)
+
+
+def test_the_death_of_a_process_ends_the_others(single, tmp_path):
+    _, path = single
+    folder = tmp_path / "run"
+    job = start_job(2, "train", path, "--run.dir", folder, REWARD_SECONDS="0.1")
+    wait_for(lambda: any(row["step"] >= 1 for row in metrics(folder)))
+    job[1].kill()
+    begin = time.monotonic()
+    (status, output), _ = finish_job(job, timeout=60)
+    assert time.monotonic() - begin < 60
+    assert status not in (0, 75), output
+    assert (
+        "another process of the job has ended" in output or "stopped sending heartbeats" in output
+    ), output
+
+
+def test_a_reward_that_hangs_in_one_process_ends_all(config, tmp_path):
+    config = changed(
+        config,
+        reward={"components": [{"kind": f"{Path(__file__).parent}/hanging_reward.py:score"}]},
+        processes={"wait_limit": 5.0},
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    results = finish_job(
+        start_job(2, "train", path, "--run.dir", tmp_path / "run", HANGS_IN="1"), timeout=120
+    )
+    assert all(status != 0 for status, _ in results), results
+    assert "waited for the others at the rewards: process 1 did not arrive" in results[0][1]
