@@ -2,38 +2,41 @@
 
     FLOPs = Σ over dot products of 2 · |output| · |contracted| · (how often the dot runs)
 
-A scan runs as often as its length says. A `while` loop does not say; the caller does. Everything
-that is not a dot product is left out: on these chips it is not what the matrix units do.
+A scan runs as often as its length says. A `while` loop does not say; the caller does, one number
+for each depth of nesting. Everything that is not a dot product is left out: on these chips it is
+not what the matrix units do.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 Jaxpr = Any
 
 
-def count(closed: Any, *, while_trips: int = 1) -> float:
+def count(closed: Any, *, while_trips: Sequence[int] = (1,)) -> float:
     """FLOPs of a closed jaxpr over all devices together.
 
     Args:
       closed: what `jax.make_jaxpr` returns, or `jitted.trace(...).jaxpr`.
-      while_trips: how often the body of each `while` loop runs.
+      while_trips: how often the body of an outermost `while` loop runs, of one inside it, …; the
+        last number holds for all that are deeper.
     """
     return _count(closed.jaxpr, while_trips)
 
 
-def _count(jaxpr: Jaxpr, trips: int) -> float:
+def _count(jaxpr: Jaxpr, trips: Sequence[int]) -> float:
     return sum(_one(eqn, trips) for eqn in jaxpr.eqns)
 
 
-def _one(eqn: Any, trips: int) -> float:
+def _one(eqn: Any, trips: Sequence[int]) -> float:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
     if name == "while":
-        return trips * _count(params["body_jaxpr"].jaxpr, trips)
+        return trips[0] * _count(params["body_jaxpr"].jaxpr, trips[1:] or trips)
     if name == "cond":
         return max(_count(branch.jaxpr, trips) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1

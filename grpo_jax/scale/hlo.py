@@ -8,13 +8,16 @@ the caller knows it (the loop over micro-batches ends where the data ends).
 import collections
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^}]*\})?")
+
+
+Computations = Mapping[str, Mapping[str, "Instruction"]]
 
 
 class Instruction(NamedTuple):
@@ -41,28 +44,30 @@ class Program(NamedTuple):
     """What one device does in one run of the program."""
 
     flops: float  # of dot products
+    bytes: float  # that pass between memory and the chip, an estimate: see `traffic`
     collectives: list[Collective]
     unknown_loops: int  # loops whose number of rounds was taken from the caller
 
 
-def read(text: str, mesh: Mapping[str, int], *, unknown_trips: int = 1) -> Program:
+def read(text: str, mesh: Mapping[str, int], *, unknown_trips: Sequence[int] = (1,)) -> Program:
     """Walk a compiled module.
 
     Args:
       text: `compiled.as_text()`.
       mesh: axis -> size, in the order of the mesh.
-      unknown_trips: rounds of a loop whose bound is not a constant.
+      unknown_trips: rounds of an outermost loop whose bound is not a constant, of one inside it, …;
+        the last number holds for all that are deeper.
     """
     computations, entry = _parse(text)
-    walker = _Walker(computations, mesh, unknown_trips)
-    walker.visit(entry, 1, entry)
+    walker = _Walker(computations, mesh)
+    walker.visit(entry, 1, entry, unknown_trips, fused=False)
     totals: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0.0])
     for kind, axes, times, sent in walker.seen.values():
         totals[kind, axes][0] += times
         totals[kind, axes][1] += times * sent
     ranked = sorted(totals.items(), key=lambda item: -item[1][1])
     found = [Collective(kind, axes, int(n), sent) for (kind, axes), (n, sent) in ranked]
-    return Program(walker.flops, found, walker.unknown)
+    return Program(walker.flops, walker.bytes, found, walker.unknown)
 
 
 def _parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -128,53 +133,63 @@ def _width(kind: str) -> float:
 class _Walker:
     """Add up a module from its entry on."""
 
-    def __init__(self, computations, mesh: Mapping[str, int], unknown_trips: int):
-        self._computations, self._mesh, self._trips = computations, mesh, unknown_trips
-        self.flops, self.unknown = 0.0, 0
+    def __init__(self, computations: Computations, mesh: Mapping[str, int]):
+        self._computations, self._mesh = computations, mesh
+        self.flops, self.bytes, self.unknown = 0.0, 0.0, 0
         self.seen: dict[tuple[str, str], tuple[str, str, int, float]] = {}
 
-    def visit(self, name: str, times: int, place: str) -> None:
+    def visit(
+        self, name: str, times: int, place: str, trips: Sequence[int], *, fused: bool
+    ) -> None:
         """Count a computation that runs `times` times inside the sequence `place`."""
         inside = self._computations.get(name, {})
         for one in inside.values():
+            if not fused:
+                self.bytes += times * traffic(one, inside, self._computations)
             if one.opcode == "dot":
                 self.flops += times * dot_flops(one, inside)
             elif one.opcode == "convolution":
                 self.flops += times * convolution_flops(one, inside)
             elif one.opcode.removesuffix("-start") in COLLECTIVES:
                 self._collective(one, inside, name, times, place)
-            for callee, more, fresh in self._calls(one):
-                self.visit(callee, times * more, callee if fresh else place)
+            if one.opcode == "while":
+                body = re.search(r"body=%?([\w.\-]+)", one.rest)
+                rounds = self._rounds(one)
+                if rounds is None:
+                    self.unknown += 1
+                    rounds, deeper = trips[0], trips[1:] or trips
+                else:
+                    deeper = trips
+                if body:
+                    self.visit(body[1], times * rounds, body[1], deeper, fused=fused)
+            in_fusion = fused or one.opcode == "fusion"
+            for callee in self._calls(one):
+                self.visit(callee, times, place, trips, fused=in_fusion)
 
-    def _calls(self, one: Instruction) -> Iterator[tuple[str, int, bool]]:
-        """Yield (computation, rounds, whether it is a sequence of its own)."""
-        if one.opcode == "while":
-            condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
-            body = re.search(r"body=%?([\w.\-]+)", one.rest)
-            if body:
-                yield body[1], self._rounds(one, condition[1] if condition else ""), True
-        elif one.opcode in ("fusion", "call", "custom-call", "async-start", "conditional"):
+    def _calls(self, one: Instruction) -> Iterator[str]:
+        """Yield the computations that run as part of an instruction."""
+        if one.opcode in ("fusion", "call", "custom-call", "async-start", "conditional"):
             for callee in re.findall(
                 r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", one.rest
             ):
-                yield callee, 1, False
+                yield callee
             branches = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
             for callee in re.findall(r"%?([\w.\-]+)", branches[1]) if branches else ():
-                yield callee, 1, False
+                yield callee
 
-    def _rounds(self, loop: Instruction, condition: str) -> int:
+    def _rounds(self, loop: Instruction) -> int | None:
+        """How often a loop runs, where the program says so."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
         if known:
             return int(known[1])
+        named = re.search(r"condition=%?([\w.\-]+)", loop.rest)
+        condition = named[1] if named else ""
         bounds = {  # scans count from 0 in steps of 1, so the one constant is their length
             int(one.arguments)
             for one in self._computations.get(condition, {}).values()
             if one.opcode == "constant" and one.arguments.isdigit()
         }
-        if len(bounds) == 1:
-            return bounds.pop()
-        self.unknown += 1
-        return self._trips
+        return bounds.pop() if len(bounds) == 1 else None
 
     def _collective(self, one, inside, name: str, times: int, place: str) -> None:
         kind = one.opcode.removesuffix("-start")
@@ -200,6 +215,54 @@ class _Walker:
         key = (place, channel[1] if channel else one.name)
         if key not in self.seen or self.seen[key][2] < times:
             self.seen[key] = (kind, axes, times, sent)
+
+
+_NO_TRAFFIC = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
+_NO_TRAFFIC |= {"conditional", "after-all", "partition-id", "iota", "optimization-barrier"}
+_SLICES = ("dynamic-slice", "gather", "slice")
+
+
+def traffic(one: Instruction, inside: Mapping[str, Instruction], all_: Computations) -> float:
+    """Bytes an instruction reads from and writes to memory, if nothing stays on the chip between.
+
+    What is only sliced counts as its slice, what is only updated as its update. Arrays that the TPU
+    compiler keeps on the chip (memory space 1) cost nothing.
+    """
+    if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done"):
+        return 0.0
+    if one.opcode == "dynamic-update-slice":
+        return 2 * _far(inside, one.operands[1])
+    if one.opcode in _SLICES:
+        return 2 * size(_off_chip(one.type))
+    callee = re.search(r"calls=%?([\w.\-]+)", one.rest) if one.opcode == "fusion" else None
+    body = all_.get(callee[1], {}) if callee else {}
+    if not body:
+        return size(_off_chip(one.type)) + sum(_far(inside, name) for name in one.operands)
+    parameters = {int(p.arguments): p.name for p in body.values() if p.opcode == "parameter"}
+    read = 0.0
+    for i, name in enumerate(one.operands):
+        uses = [u for u in body.values() if parameters.get(i) in u.operands]
+        sliced = [u for u in uses if u.operands[0] == parameters.get(i)]
+        if uses and len(sliced) == len(uses):
+            if all(u.opcode in _SLICES for u in uses):
+                read += min(sum(size(u.type) for u in uses), _far(inside, name))
+                continue
+            if all(u.opcode == "dynamic-update-slice" for u in uses):
+                continue
+        read += _far(inside, name)
+    updates = [u for u in body.values() if u.opcode == "dynamic-update-slice"]
+    saved = sum(size(u.type) - size(body[u.operands[1]].type) for u in updates)
+    return read + max(size(_off_chip(one.type)) - saved, 0.0)
+
+
+def _far(inside: Mapping[str, Instruction], name: str) -> float:
+    """Bytes of an operand, 0 if it stands on the chip already."""
+    return size(_off_chip(inside[name].type)) if name in inside else 0.0
+
+
+def _off_chip(type_text: str) -> str:
+    """A type without the arrays of memory space 1."""
+    return re.sub(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}", "", type_text)
 
 
 def dot_flops(one: Instruction, inside: Mapping[str, Instruction]) -> float:
@@ -272,11 +335,20 @@ def _groups(rest: str, devices: int) -> np.ndarray | None:
         if iota[4]:
             ids = ids.transpose([int(d) for d in iota[4].split(",")])
         return ids.reshape(int(iota[1]), int(iota[2]))
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?)?\))?"
+        r"\s*\{([^}]*)\}",
+        rest,
+    )
     if named:
         sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        over = re.findall(r"'([^']+)'", named[2])
-        ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        over = re.findall(r"'([^']+)'", named[4])
+        ids = np.arange(math.prod(sizes.values()))
+        if named[2]:
+            ids = ids.reshape([int(d) for d in named[2].split(",")])
+        if named[3]:
+            ids = ids.transpose([int(d) for d in named[3].split(",")])
+        ids = ids.reshape(list(sizes.values()))
         moved = [list(sizes).index(name) for name in over]
         kept = [i for i in range(len(sizes)) if i not in moved]
         return ids.transpose(kept + moved).reshape(-1, math.prod(sizes[name] for name in over))
