@@ -21,7 +21,7 @@ from grpo_jax.core.losses import LossConfig
 from grpo_jax.data.packing import PackingConfig
 from grpo_jax.data.prompts import PromptConfig
 from grpo_jax.data.tokenizer import TokenizerConfig
-from grpo_jax.models.presets import Dtype, Remat
+from grpo_jax.models.model_config import Dtype, Remat
 from grpo_jax.rewards.scoring import RewardConfig
 from grpo_jax.rewards.shaping import ShapingConfig
 from grpo_jax.sampling.engine import EngineConfig

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from grpo_jax.core.policy import Decoder, Params
-from grpo_jax.models import layers, transformer
-from grpo_jax.models.presets import ModelConfig
+from grpo_jax.models import layers, rope, transformer
+from grpo_jax.models.model_config import Kind, ModelConfig
 
 
 class Slots(NamedTuple):
@@ -57,7 +57,18 @@ def decoder_for(config: ModelConfig, *, unroll: bool | None = None) -> Decoder:
 
 
 def init_cache(config: ModelConfig, unroll: bool, slots: int, length: int) -> Cache:
-    """Make room for `length` positions of `slots` rows."""
+    """Make room for `length` positions of `slots` rows.
+
+    Raises:
+      ValueError: RoPE is scaled dynamically and `length` goes beyond the model's own: keys already
+        in the cache would have to be rotated anew with every token.
+    """
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic" and length > config.max_length:
+        raise ValueError(
+            f"a cache of {length} positions is longer than the model's {config.max_length}, and its"
+            " dynamic RoPE changes with the length; sample shorter rows, or use yarn"
+        )
     kv, width = config.num_kv_heads, config.head_dim
     shape = (slots, kv, length, width) if unroll else (slots, config.num_layers, kv, length, width)
 
@@ -98,11 +109,10 @@ def prefill(
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-    rope = layers.rope_table(positions, config)
-    mask = transformer.causal_mask(segment_ids)
+    views = transformer.row_views(config, positions, segment_ids)
 
-    def one_layer(block: layers.Block, x: jax.Array, slots: Slots, layer: jax.Array | None):
-        x, (key, value) = block(x, rope, mask)
+    def one_layer(block: layers.Block, x, slots: Slots, layer: jax.Array | None, kind):
+        x, (key, value) = block(x, layers.pick(views, kind))
         return x, Slots(
             _write_prompt(slots.key, key, layer), _write_prompt(slots.value, value, layer)
         )
@@ -122,19 +132,18 @@ def step(
     cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     """Read one token a row, i32[N], at its own position; return logits f32[N, V], and the cache."""
-    rope = layers.rope_table(positions, config)
-    length = jax.tree.leaves(cache)[0].shape[-2]
-    mask = jnp.arange(length)[None] <= positions[:, None]
+    views = step_views(config, positions, jax.tree.leaves(cache)[0].shape[-2])
     linear = layers.Linear.rows if unroll else layers.Linear.__call__
 
-    def one_layer(block: layers.Block, x: jax.Array, slots: Slots, layer: jax.Array | None):
-        query, key, value = block.step_project(x, rope, linear)
+    def one_layer(block: layers.Block, x, slots: Slots, layer: jax.Array | None, kind):
+        view = layers.pick(views, kind)
+        query, key, value = block.step_project(x, view.rope, linear)
         slots = Slots(
             _write_token(slots.key, key, positions, layer),
             _write_token(slots.value, value, positions, layer),
         )
         seen = slots if layer is None else jax.tree.map(lambda a: _layer(a, layer), slots)
-        return block.step_mix(x, query, seen.key, seen.value, mask, linear), slots
+        return block.step_mix(x, query, seen.key, seen.value, view.mask, linear), slots
 
     x = _embed(config, params, tokens)
     x, cache = _run_layers(config, unroll, one_layer, params["layers"], x, cache)
@@ -144,18 +153,32 @@ def step(
 def _run_layers(config, unroll: bool, one_layer, weights, x: jax.Array, cache: Cache):
     """Carry x and the cache through all layers, by a Python loop or by a scan."""
     block = transformer.block_graph(config)
+    kinds = transformer.kind_of_layer(config)
     if unroll:
         filled = []
-        for layer_weights, slots in zip(weights, cache, strict=True):
-            x, slots = one_layer(nnx.merge(block, layer_weights), x, slots, None)
+        for layer_weights, slots, kind in zip(weights, cache, kinds.tolist(), strict=True):
+            x, slots = one_layer(nnx.merge(block, layer_weights), x, slots, None, kind)
             filled.append(slots)
         return x, tuple(filled)
 
     def body(carry, inputs):
-        layer_weights, layer = inputs
-        return one_layer(nnx.merge(block, layer_weights), *carry, layer), None
+        layer_weights, layer, kind = inputs
+        return one_layer(nnx.merge(block, layer_weights), *carry, layer, kind), None
 
-    return jax.lax.scan(body, (x, cache), (weights, jnp.arange(config.num_layers)))[0]
+    inputs = (weights, jnp.arange(config.num_layers), kinds)
+    return jax.lax.scan(body, (x, cache), inputs)[0]
+
+
+def step_views(config: ModelConfig, positions: jax.Array, length: int) -> tuple[layers.View, ...]:
+    """Return RoPE's tables and the mask bool[N, S] of one token a row, for each of the kinds."""
+    age = positions[:, None] - jnp.arange(length)[None]
+
+    def view(kind: Kind) -> layers.View:
+        window = transformer.window_of(config, kind)
+        mask = (age >= 0) if window is None else (age >= 0) & (age < window)
+        return layers.View(rope.table(positions, config, kind), mask)
+
+    return tuple(view(kind) for kind in config.kinds)
 
 
 def _layer(stacked: jax.Array, layer: jax.Array) -> jax.Array:

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.core.policy import Decoder, Params, Policy
-from grpo_jax.models import cache, hf_config, transformer
-from grpo_jax.models.presets import Dtype, ModelConfig, Remat
+from grpo_jax.models import cache, hf_config, hf_names, transformer
+from grpo_jax.models.model_config import Dtype, ModelConfig, Remat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,23 +42,6 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
-
-_OUTSIDE_LAYERS = {
-    "embed.table": "model.embed_tokens.weight",
-    "norm.scale": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_INSIDE_LAYERS = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
 
 
 class LoadedModel(NamedTuple):
@@ -83,7 +66,7 @@ def load_model(
       folder: holds config.json and safetensors weights.
       dtype: of the parameters; the stored one if None (float16 is widened to float32).
       compute_dtype: of the activations; `dtype` if None.
-      remat: what the backward pass recomputes, see `presets.REMAT_NAMES`.
+      remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
 
     Raises:
       FileNotFoundError: folder, config.json, weights or a shard are not there.
@@ -108,13 +91,11 @@ def load_params(folder: str | Path, config: ModelConfig) -> Params:
         _check_tensors(folder, config, wanted, tensors)
 
         def read(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            names = _file_names(path, config.num_layers)
-            if isinstance(names, str):
-                return jnp.asarray(tensors[names].get_tensor(names).astype(leaf.dtype))
-            stacked = np.empty(leaf.shape, leaf.dtype)
-            for layer, name in enumerate(names):
-                stacked[layer] = tensors[name].get_tensor(name)
-            return jnp.asarray(stacked)
+            names, shape = hf_names.file_names(path, leaf.shape, config)
+            stacked = np.empty((len(names), *shape), leaf.dtype)
+            for row, name in enumerate(names):
+                stacked[row] = tensors[name].get_tensor(name)
+            return jnp.asarray(stacked.reshape(leaf.shape))
 
         return jax.tree.map_with_path(read, wanted)
 
@@ -157,9 +138,8 @@ def _check_tensors(
     """Compare names and shapes before any weight is read."""
     shapes = {}
     for path, leaf in jax.tree.leaves_with_path(wanted):
-        names = _file_names(path, config.num_layers)
-        inside = leaf.shape if isinstance(names, str) else leaf.shape[1:]
-        shapes |= dict.fromkeys([names] if isinstance(names, str) else names, tuple(inside))
+        names, shape = hf_names.file_names(path, leaf.shape, config)
+        shapes |= dict.fromkeys(names, shape)
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise ValueError(f"{folder}: {_some(missing)} missing from the weights")
@@ -191,16 +171,6 @@ def _ignored(name: str) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
-
-
-def _file_names(path, layers: int) -> str | list[str]:
-    """Translate a path of the parameter tree into the file's name, or one name a layer."""
-    ours = ".".join(key.key for key in path)
-    if not ours.startswith("layers."):
-        return _OUTSIDE_LAYERS[ours]
-    module, _, kind = ours.removeprefix("layers.").rpartition(".")
-    kind = "bias" if kind == "bias" else "weight"
-    return [f"model.layers.{i}.{_INSIDE_LAYERS[module]}.{kind}" for i in range(layers)]
 
 
 def save_model(
@@ -282,12 +252,9 @@ def _shards(config: ModelConfig, params: Params, limit: int) -> list[Shard]:
 def named_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor (or gradient) under the name that `transformers` gives it."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        names = _file_names(path, config.num_layers)
-        array = np.ascontiguousarray(leaf)
-        if isinstance(names, str):
-            yield names, array
-        else:
-            yield from zip(names, array, strict=True)
+        names, shape = hf_names.file_names(path, leaf.shape, config)
+        array = np.ascontiguousarray(leaf).reshape(len(names), *shape)
+        yield from zip(names, array, strict=True)
 
 
 def _write_weights(folder: Path, shards: list[Shard]) -> None:

@@ -4,31 +4,32 @@ Every field is either understood, known to change nothing, or refused by name: a
 silently compute something else than `transformers` does is worse than none.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.models.presets import ModelConfig, RopeScaling
+from grpo_jax.models.hf_families import FAMILIES, Family, Fields
+from grpo_jax.models.model_config import ModelConfig, RopeScaling
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-}
+ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 
 # Fields that say nothing about the numbers a causal language model computes in evaluation.
 _HARMLESS = frozenset(
-    "attention_dropout chunk_size_feed_forward id2label is_decoder is_encoder_decoder label2id"
-    " max_window_layers name_or_path output_attentions output_hidden_states pretraining_tp"
-    " problem_type return_dict sliding_window transformers_version transformers.js_config use_cache"
-    " unsloth_fixed unsloth_version is_llama_config torchscript use_bfloat16".split()
+    "attention_dropout cache_implementation chunk_size_feed_forward id2label is_decoder"
+    " is_encoder_decoder label2id max_window_layers name_or_path output_attentions"
+    " output_hidden_states pretraining_tp problem_type return_dict sliding_window"
+    " transformers_version transformers.js_config use_cache unsloth_fixed unsloth_version"
+    " is_llama_config torchscript use_bfloat16".split()
 )
-# Fields that change the numbers, with the only value that is implemented.
-_FIXED: dict[str, Any] = {
+# Fields that change the numbers, with the only value that is implemented. A family that reads one
+# of them, or fixes it to something else, goes first.
+_FIXED: Fields = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
+    "layer_types": None,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "quantization_config": None,
@@ -39,7 +40,7 @@ _READ = frozenset(
     "architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers"
     " num_attention_heads num_key_value_heads head_dim max_position_embeddings rope_theta"
     " rope_scaling rope_parameters rms_norm_eps tie_word_embeddings bos_token_id eos_token_id"
-    " pad_token_id initializer_range dtype torch_dtype layer_types".split()
+    " pad_token_id initializer_range dtype torch_dtype".split()
 )
 _NEEDED = (
     "vocab_size",
@@ -72,13 +73,14 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def config_from_fields(fields: dict[str, Any]) -> ModelConfig:
+def config_from_fields(fields: Fields) -> ModelConfig:
     """Translate the fields of a config.json; raise ValueError for what is not implemented."""
-    family = _family(fields)
+    family = FAMILIES[_family(fields)]
     _refuse_what_is_not_implemented(fields, family)
     missing = [name for name in _NEEDED if name not in fields]
     if missing:
         raise ValueError(f"the field {missing[0]!r} is missing")
+    fields = {"max_position_embeddings": 32_768, **family.defaults, **fields}
     heads = fields["num_attention_heads"]
     theta, scaling = _rope(fields)
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
@@ -92,23 +94,23 @@ def config_from_fields(fields: dict[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads") or heads,
         head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-        max_length=fields.get("max_position_embeddings", 2048),
+        max_length=fields["max_position_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
         norm_epsilon=fields.get("rms_norm_eps", 1e-6),
         tie_embeddings=fields.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2",
-        family=family,
+        family=ARCHITECTURES[family.architecture],
         bos_token_id=fields.get("bos_token_id"),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         pad_token_id=fields.get("pad_token_id"),
         initializer_range=fields.get("initializer_range", 0.02),
         param_dtype=dtype,
         compute_dtype=dtype,
+        **family.switches(fields),
     )
 
 
-def _family(fields: dict[str, Any]) -> str:
+def _family(fields: Fields) -> str:
     known = ", ".join(ARCHITECTURES)
     names = fields.get("architectures") or []
     if len(names) == 1:
@@ -123,26 +125,27 @@ def _family(fields: dict[str, Any]) -> str:
     return family
 
 
-def _refuse_what_is_not_implemented(fields: dict[str, Any], family: str) -> None:
+def _refuse_what_is_not_implemented(fields: Fields, family: Family) -> None:
+    reads = family.reads.split()
+    fixed = {name: value for name, value in _FIXED.items() if name not in reads} | family.fixed
     for name, value in fields.items():
-        if name in _FIXED:
-            if value is not None and value != _FIXED[name]:
+        if name in fixed:
+            if value is not None and value != fixed[name] and not _full(name, value):
                 raise ValueError(
-                    f"{name}={value!r} is not supported: only {_FIXED[name]!r} is implemented"
+                    f"{name}={value!r} is not supported: only {fixed[name]!r} is implemented"
                 )
-        elif name not in _READ and name not in _HARMLESS and not name.startswith("_"):
+        elif name in reads or name in _READ or name in _HARMLESS or name.startswith("_"):
+            continue
+        else:
             raise ValueError(f"the field {name!r} (= {value!r}) is not supported")
-    others = sorted(set(fields.get("layer_types") or []) - {"full_attention"})
-    if others:
-        raise ValueError(f"layer_types with {others[0]!r} is not supported: only full_attention is")
-    # Qwen2 has a switch of its own for the window, checked above.
-    if family == "mistral" and fields.get("sliding_window") is not None:
-        raise ValueError(
-            f"sliding_window={fields['sliding_window']} is not supported: only null is implemented"
-        )
 
 
-def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _full(name: str, value: Any) -> bool:
+    """Say whether this is the list of layer types that changes nothing."""
+    return name == "layer_types" and set(value) == {"full_attention"}
+
+
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """Read theta and scaling from `rope_parameters` (transformers 5) or the two older fields."""
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     theta = float(rope.pop("rope_theta", None) or fields.get("rope_theta") or 10_000.0)
@@ -152,26 +155,54 @@ def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ValueError("rope: partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor=float(rope["factor"]))
-    if kind == "llama3":
-        original = rope.get("original_max_position_embeddings")
-        return theta, RopeScaling(
-            "llama3",
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_length=int(original or fields.get("max_position_embeddings", 2048)),
-        )
-    raise ValueError(f"rope_type={kind!r} is not supported; these are: default, linear, llama3")
+    if kind not in _ROPE_FIELDS:
+        known = ", ".join(("default", *_ROPE_FIELDS))
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {known}")
+    rope = {name: value for name, value in rope.items() if value is not None}
+    rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    known = _ROPE_FIELDS[kind]
+    strange = [name for name in rope if name not in known and name not in _ROPE_UNUSED]
+    if strange:
+        raise ValueError(f"rope: the field {strange[0]!r} of {kind!r} is not supported")
+    if "factor" not in rope:
+        raise ValueError(f"rope: the field 'factor' of {kind!r} is missing")
+    return theta, RopeScaling(
+        kind, **{known[name]: value for name, value in rope.items() if name in known}
+    )
 
 
-def config_to_fields(config: ModelConfig) -> dict[str, Any]:
-    """Write the fields of a config.json that transformers 4 and 5 both read."""
-    architecture = {family: name for name, family in ARCHITECTURES.items()}[config.family]
+# Hugging Face's name -> ours, of what each kind of scaling reads.
+_ROPE_FIELDS: dict[Any, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_length",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_length",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncate": "truncate",
+    },
+}
+_ROPE_UNUSED = ("original_max_position_embeddings",)  # linear and dynamic know only max_position
+
+
+def config_to_fields(config: ModelConfig) -> Fields:
+    """Write the fields of a config.json that transformers 4 and 5 both read.
+
+    Raises:
+      ValueError: the model has a switch on that its family does not know.
+    """
+    family = FAMILIES[config.family]
     eos = list(config.eos_token_ids)
-    fields: dict[str, Any] = {
-        "architectures": [architecture],
+    fields: Fields = {
+        "architectures": [family.architecture],
         "attention_dropout": 0.0,
         "bos_token_id": config.bos_token_id,
         "dtype": config.param_dtype,
@@ -194,23 +225,28 @@ def config_to_fields(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.param_dtype,
         "use_cache": True,
         "vocab_size": config.vocab_size,
-    }
-    if config.family == "llama":
-        fields |= {"attention_bias": False, "mlp_bias": False}
-    if config.family == "mistral":
-        fields["sliding_window"] = None
+    } | family.fields(config)
+    _check_read_back(config, fields)
     return fields
 
 
-def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def _check_read_back(config: ModelConfig, fields: Fields) -> None:
+    """Refuse a switch that the family has no field for: the folder would be another model."""
+    again = config_from_fields(fields)
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(config, field.name), getattr(again, field.name)
+        if field.name == "pattern":  # which may be written in more than one way
+            ours, theirs = config.layer_kinds, again.layer_kinds
+        if ours != theirs and field.name not in ("compute_dtype", "remat"):
+            raise ValueError(
+                f"{field.name}={ours!r} cannot be written for family={config.family!r},"
+                f" which always has {theirs!r}"
+            )
+
+
+def _scaling_fields(scaling: RopeScaling | None) -> Fields | None:
     if scaling is None:
         return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
+    names = _ROPE_FIELDS[scaling.kind]
+    values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    return {"rope_type": scaling.kind} | {k: v for k, v in values.items() if v is not None}

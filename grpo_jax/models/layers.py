@@ -8,19 +8,32 @@ for the forward and for both gradients, and a checkpoint is loaded and saved wit
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from grpo_jax.models.presets import ModelConfig, RopeScaling
+from grpo_jax.models.model_config import ModelConfig
+from grpo_jax.models.rope import Rope, rotate
 
 # Added to nothing and multiplied with nothing: stands where a score is masked. Finite, so that a
 # row without any visible key gives numbers and not NaN.
 MASKED = -1e30
 
-Rope = tuple[jax.Array, jax.Array]  # cos, sin: f32[B, T, hd / 2]
+
+class View(NamedTuple):
+    """What a layer needs to know about where the tokens stand."""
+
+    rope: Rope
+    mask: jax.Array  # bool[B, T, S], True = visible; bool[N, S] for one token a row
+
+
+def pick(views: tuple[View, ...], which: jax.Array | int) -> View:
+    """Choose the view of one layer; inside a scan `which` is traced, and costs one select."""
+    if len(views) == 1 or isinstance(which, int):
+        return views[which if isinstance(which, int) else 0]
+    return jax.tree.map(lambda *options: jax.lax.select_n(which, *options), *views)
 
 
 class Linear(nnx.Module):
@@ -57,9 +70,9 @@ def _add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 class RMSNorm(nnx.Module):
     """y = scale * x / sqrt(mean(x^2) + epsilon), in float32 or wider (arXiv:1910.07467)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, width: int | None = None):
         self.epsilon = config.norm_epsilon
-        self.scale = nnx.Param(jnp.ones((config.hidden_size,), config.param_dtype))
+        self.scale = nnx.Param(jnp.ones((width or config.hidden_size,), config.param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale[...], self.epsilon)
@@ -95,18 +108,22 @@ class Attention(nnx.Module):
         self.key = Linear(config.hidden_size, self.kv_heads * width, config, rngs, bias)
         self.value = Linear(config.hidden_size, self.kv_heads * width, config, rngs, bias)
         self.output = Linear(self.heads * width, config.hidden_size, config, rngs)
+        self.query_norm = RMSNorm(config, width) if config.qk_norm else None
+        self.key_norm = RMSNorm(config, width) if config.qk_norm else None
 
     def project(self, x: jax.Array, rope: Rope, linear: Apply = Linear.__call__):
         """Return rotated queries [..., H, hd], rotated keys and values [..., K, hd]."""
         query = _split_heads(linear(self.query, x), self.heads)
         key = _split_heads(linear(self.key, x), self.kv_heads)
         value = _split_heads(linear(self.value, x), self.kv_heads)
+        query = query if self.query_norm is None else self.query_norm(query)
+        key = key if self.key_norm is None else self.key_norm(key)
         return rotate(query, rope), rotate(key, rope), value
 
-    def __call__(self, x: jax.Array, rope: Rope, mask: jax.Array):
+    def __call__(self, x: jax.Array, view: View):
         """Return what is added to x [B, T, D], and this layer's keys and values [B, T, K, hd]."""
-        query, key, value = self.project(x, rope)
-        mixed = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask)
+        query, key, value = self.project(x, view.rope)
+        mixed = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2), view.mask)
         return self.output(_merge_heads(mixed)), (key, value)
 
 
@@ -119,8 +136,8 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x: jax.Array, rope: Rope, mask: jax.Array):
-        mixed, keys_values = self.attention(self.attention_norm(x), rope, mask)
+    def __call__(self, x: jax.Array, view: View):
+        mixed, keys_values = self.attention(self.attention_norm(x), view)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), keys_values
 
@@ -160,42 +177,6 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) 
     mixed = jnp.einsum("bkqs,bksd->bkqd", weights, value)
     mixed = mixed.reshape(rows, kv_heads, groups, length, width).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, length, heads, width)
-
-
-def rope_table(positions: jax.Array, config: ModelConfig) -> Rope:
-    """Return cos and sin of position * frequency, f32[B, T, hd / 2] (arXiv:2104.09864).
-
-    frequency_i = theta^(-2 i / hd), stretched as `config.rope_scaling` says.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents
-    if config.rope_scaling is not None:
-        frequencies = stretch(frequencies, config.rope_scaling)
-    frequencies = jnp.asarray(frequencies, jnp.float32)
-    angles = jnp.einsum("...,f->...f", positions.astype(jnp.float32), frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Lower the frequencies for contexts beyond the length of pre-training.
-
-    llama3: with r = original_length * frequency / 2 pi (rotations over the old context) and
-    s = clip((r - low) / (high - low), 0, 1):  frequency * (s + (1 - s) / factor)
-    """
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    rotations = scaling.original_length * frequencies / (2 * np.pi)
-    kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
-
-
-def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate x [B, T, heads, hd]: its first half against its second half, in float32 or wider."""
-    cos, sin = (jnp.expand_dims(table, -2) for table in rope)
-    first, second = jnp.split(x.astype(_at_least_float32(x)), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def _at_least_float32(x: jax.Array):

@@ -1,90 +1,8 @@
-"""What a model is made of, as one frozen dataclass, and the named models that people ask for.
-
-Symbols: `L` layers, `D` width, `F` width of the MLP, `H` query heads, `K` key-value heads, `hd`
-width of a head, `V` vocabulary.
-"""
+"""The named models that people ask for, under their Hugging Face names."""
 
 import dataclasses
-from typing import Literal
 
-DTYPES = ("float32", "bfloat16", "float64")
-REMAT_NAMES = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
-FAMILIES = ("llama", "mistral", "qwen2")
-
-Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
-Dtype = Literal["float32", "bfloat16", "float64"]
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE's frequencies are stretched to reach beyond the length of pre-training.
-
-    linear: every frequency is divided by `factor`.
-    llama3: low frequencies are divided by `factor`, high ones kept, those between interpolated.
-    """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / this are divided
-    high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / this are kept
-    original_length: int = 8192  # tokens of context in pre-training
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """A decoder-only transformer of the Llama family.
-
-    Raises:
-      ValueError: at construction, when the parts do not fit together or a name is unknown.
-    """
-
-    vocab_size: int  # V
-    hidden_size: int  # D
-    intermediate_size: int  # F
-    num_layers: int  # L
-    num_heads: int  # H
-    num_kv_heads: int  # K; each serves H / K query heads
-    head_dim: int  # hd
-    max_length: int = 8192  # tokens that the model was made for; longer runs, but answers badly
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    norm_epsilon: float = 1e-5
-    tie_embeddings: bool = True  # the head is the embedding table
-    qkv_bias: bool = False  # Qwen2
-    family: str = (
-        "llama"  # Hugging Face's `model_type`; decides the name of the exported architecture
-    )
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
-    initializer_range: float = 0.02  # standard deviation of fresh weights
-    param_dtype: Dtype = "float32"  # of the parameters, so of their gradients and of what is saved
-    compute_dtype: Dtype = (
-        "float32"  # of activations; norms, RoPE, softmax, logits: float32 or wider
-    )
-    remat: Remat = "none"  # what the backward pass recomputes inside each layer
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        _check_name("param_dtype", self.param_dtype, DTYPES)
-        _check_name("compute_dtype", self.compute_dtype, DTYPES)
-        _check_name("remat", self.remat, REMAT_NAMES)
-        _check_name("family", self.family, FAMILIES)
-        if self.rope_scaling is not None:
-            _check_name("rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3"))
-
-
-def _check_name(field: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{field}={value!r} is not known; choose one of {', '.join(known)}")
+from grpo_jax.models.model_config import ModelConfig, RopeScaling, check_name
 
 
 def preset(name: str, **changes) -> ModelConfig:
@@ -93,7 +11,7 @@ def preset(name: str, **changes) -> ModelConfig:
     Raises:
       ValueError: the name is unknown; the message lists those that are known.
     """
-    _check_name("preset", name, tuple(PRESETS))
+    check_name("preset", name, tuple(PRESETS))
     return dataclasses.replace(PRESETS[name], **changes)
 
 

@@ -1,10 +1,11 @@
-"""The Llama family as one Flax NNX module, and the doors through which other rooms see it.
+"""The families as one Flax NNX module, and the doors through which other rooms see it.
 
 Outside this package a model is a `Policy` (pure functions) and a plain nested dict of arrays:
 
     embed.table [V, D] · norm.scale [D] · head.weight [V, D] (only when untied)
     layers: stacked [L, ...]
       attention.{query,key,value,output}.weight [out, in] · .bias [out] (query, key, value; Qwen2)
+      attention.{query,key}_norm.scale [hd] (Qwen3)
       mlp.{gate,up,down}.weight [out, in] · attention_norm.scale, mlp_norm.scale [D]
 
 Symbols: `B` rows, `T` tokens a row, `D` width, `V` vocabulary, `L` layers.
@@ -15,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from grpo_jax.core.policy import Head, Params, Policy
-from grpo_jax.models import layers
-from grpo_jax.models.presets import ModelConfig
+from grpo_jax.models import layers, rope
+from grpo_jax.models.model_config import Kind, ModelConfig, is_local
 
 
 class Embedding(nnx.Module):
@@ -51,26 +53,51 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array):
         """Return hidden [B, T, D] for i32[B, T] tokens, positions and segment ids."""
-        rope = layers.rope_table(positions, self.config)
-        mask = causal_mask(segment_ids)
+        views = row_views(self.config, positions, segment_ids)
         block, stacked = nnx.split(self.layers)
 
-        def one_layer(x, weights):
-            x, _ = nnx.merge(block, weights)(x, rope, mask)
+        def one_layer(x, layer):
+            weights, kind = layer
+            x, _ = nnx.merge(block, weights)(x, layers.pick(views, kind))
             return x, None
 
         one_layer = remat(one_layer, self.config.remat)
+        stacked = (stacked, kind_of_layer(self.config))
         return self.norm(jax.lax.scan(one_layer, self.embed(tokens), stacked)[0])
 
 
-def causal_mask(segment_ids: jax.Array) -> jax.Array:
-    """Say which key each query sees: its own segment, up to itself. bool[B, T, T].
+def kind_of_layer(config: ModelConfig) -> np.ndarray:
+    """Return, for each layer, which of `config.kinds` it is: i32[L]."""
+    return np.array([config.kinds.index(kind) for kind in config.layer_kinds], np.int32)
 
+
+def row_views(config: ModelConfig, positions, segment_ids) -> tuple[layers.View, ...]:
+    """Return RoPE's tables and the mask of whole rows [B, T] for each of `config.kinds`."""
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    lengths = None
+    if config.rope_scaling is not None and config.rope_scaling.kind == "dynamic":
+        lengths = jnp.max(jnp.where(same, positions[:, None, :], 0), axis=-1) + 1
+
+    def view(kind: Kind) -> layers.View:
+        mask = same & causal_band(segment_ids.shape[-1], window_of(config, kind))[None]
+        return layers.View(rope.table(positions, config, kind, lengths), mask)
+
+    return tuple(view(kind) for kind in config.kinds)
+
+
+def window_of(config: ModelConfig, kind: Kind) -> int | None:
+    """Return how many tokens a layer of this kind sees, itself among them; None: all."""
+    return config.window if is_local(kind) else None
+
+
+def causal_band(length: int, window: int | None) -> jax.Array:
+    """Say which key each query sees: up to itself, the last `window`. bool[T, T].
+
+    Tokens of a segment stand next to each other, so that distance is counted inside the row.
     Padding (segment 0) sees padding, so every query sees at least itself and no row is empty.
     """
-    length = segment_ids.shape[-1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & jnp.tri(length, dtype=bool)[None]
+    band = jnp.tri(length, dtype=bool)
+    return band if window is None else band & ~jnp.tri(length, k=-window, dtype=bool)
 
 
 def remat(layer, name: str):

@@ -10,40 +10,9 @@ import numpy as np
 import pytest
 
 from grpo_jax.models import transformer
+from tests.models.families import FAMILIES, SIZES
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
-
-_SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # large, so that every part shows in the logits
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-# Each exercises switches that the others do not.
-FAMILIES = {
-    "llama": ("llama", {"head_dim": 8, "tie_word_embeddings": True, "rope_theta": 100.0}),
-    "llama3": ("llama", {"head_dim": 8, "rope_theta": 500.0, "rope_scaling": _LLAMA3}),
-    "linear": (
-        "llama",
-        {"head_dim": 10, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    ),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
-    "mistral": ("mistral", {"head_dim": 8, "sliding_window": None, "num_key_value_heads": 1}),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +51,7 @@ def torch_models(tmp_path_factory):
         if (family, dtype) not in made:
             kind, changes = FAMILIES[family]
             torch.manual_seed(0)
-            config = AutoConfig.for_model(kind, **{**_SIZES, **changes})
+            config = AutoConfig.for_model(kind, **{**SIZES, **changes})
             module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
             for name, weight in module.named_parameters():
                 if name.endswith("bias") or "norm" in name:  # born 0 or 1: would hide a mistake

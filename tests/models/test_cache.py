@@ -7,9 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import cache, layers, presets, transformer
+from grpo_jax.models import cache, layers, model_config, presets, transformer
 
 LENGTHS, WIDTH, NEW = [7, 3, 5], 8, 4
+SWITCHES = {
+    "tied, biased": {"qkv_bias": True, "family": "qwen2"},
+    # Three kinds of layers, whose windows begin inside the prompt and inside what is decoded.
+    "untied, mixed": {
+        "tie_embeddings": False,
+        "num_layers": 4,
+        "pattern": ("global", "local", "local_nope"),
+        "window": 4,
+        "qk_norm": True,
+        "rope_scaling": model_config.RopeScaling("yarn", 2.0, original_length=6),
+    },
+}
 UNROLL = pytest.mark.parametrize("unroll", [True, False], ids=["unrolled", "stacked"])
 
 
@@ -62,12 +74,22 @@ def compare(draw, rows, atol, unroll, cache_length=WIDTH + NEW, **changes):
     assert float(jnp.abs(expected).max()) > 1
 
 
-@pytest.mark.parametrize(("unroll", "tied"), [(True, True), (False, False)])
-def test_cached_decode_equals_the_full_forward(x64, draw, rows, unroll, tied):
-    changes = {"qkv_bias": True, "family": "qwen2", "tie_embeddings": tied}
+@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_cached_decode_equals_the_full_forward(x64, draw, rows, unroll, name):
     wide = {"param_dtype": "float64", "compute_dtype": "float64"}
     # RoPE's angles are float32 on both sides, and the same.
-    compare(draw, rows, 1e-12, unroll, **changes, **wide)
+    compare(draw, rows, 1e-12, unroll, **SWITCHES[name], **wide)
+
+
+@UNROLL
+def test_dynamic_rope_decodes_as_far_as_the_models_own_length(draw, rows, unroll):
+    scaling = model_config.RopeScaling("dynamic", 2.0)
+    changes = {"rope_scaling": scaling, "max_length": WIDTH + NEW}
+    compare(draw, rows, 1e-5, unroll, **changes)
+    decoder = cache.decoder_for(presets.preset("tiny", **changes), unroll=unroll)
+    with pytest.raises(ValueError, match="13 positions is longer than the model's 12, and its dyn"):
+        decoder.init_cache(2, WIDTH + NEW + 1)
 
 
 def test_cached_decode_with_a_longer_cache_in_float32(draw, rows):

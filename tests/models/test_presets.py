@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.models import presets, transformer
+from grpo_jax.models import model_config, presets, transformer
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,27 @@ from grpo_jax.models import presets, transformer
         ({"param_dtype": "float16"}, "param_dtype='float16' is not known"),
         ({"compute_dtype": "int8"}, "compute_dtype='int8' is not known"),
         ({"family": "gpt2"}, "family='gpt2' is not known; choose one of llama, mistral, qwen2"),
-        ({"rope_scaling": presets.RopeScaling("yarn", 2.0)}, "kind='yarn' is not known"),
+        ({"pattern": ()}, r"pattern=\(\) names no kind of layer"),
+        ({"pattern": ("all",)}, "pattern='all' is not known; choose one of global, local"),
+        ({"pattern": ("local",)}, "window=None: local layers need one of at least 1 token"),
+        ({"window": 8}, "window=8 has no local layer in pattern"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         presets.preset("tiny", **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "message"),
+    [
+        ("longrope", 2.0, "rope_scaling.kind='longrope' is not known; choose one of linear, dyn"),
+        ("yarn", 0.5, "rope_scaling.factor=0.5 must be at least 1"),
+    ],
+)
+def test_a_scaling_that_cannot_work_is_refused(kind, factor, message):
+    with pytest.raises(ValueError, match=message):
+        model_config.RopeScaling(kind, factor)
 
 
 def test_unknown_preset_lists_the_known():

@@ -12,7 +12,11 @@ import pytest
 from grpo_jax.core import logprobs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Params, Policy
-from grpo_jax.models import hf, presets, transformer
+from grpo_jax.models import hf, model_config, presets, transformer
+from tests.models.families import FAMILIES, LENGTHS
+
+# Their switches, under gradients, are those of others.
+SAME_SWITCHES = ("linear", "mistral", "qwen3")
 
 
 def logits_of(model: hf.LoadedModel, params, tokens, positions, segment_ids):
@@ -28,11 +32,11 @@ def score(policy, params, tokens, positions, segment_ids):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("family", ["llama", "linear", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_in_float32(torch_models, rows, family):
     torch_model = torch_models(family, "float32")
     model = hf.load_model(torch_model.folder)
-    tokens, positions, segment_ids = rows(97, [40, 23], 40)
+    tokens, positions, segment_ids = rows(97, LENGTHS[family], 40)
     ours = jax.jit(lambda p: logits_of(model, p, tokens, positions, segment_ids))(model.params)
     theirs = torch_model.logits(tokens, segment_ids)
     real = np.asarray(segment_ids) > 0
@@ -42,13 +46,13 @@ def test_logits_equal_transformers_in_float32(torch_models, rows, family):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("family", ["llama", "llama3", "qwen2"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in SAME_SWITCHES])
 def test_logits_and_gradients_equal_transformers_in_float64(x64, torch_models, rows, family):
     import torch
 
     torch_model = torch_models(family, "float64")
     model = hf.load_model(torch_model.folder)
-    tokens, positions, segment_ids = rows(97, [40, 23], 40)
+    tokens, positions, segment_ids = rows(97, LENGTHS[family], 40)
     weights = np.random.default_rng(1).normal(size=(2, 40, 97)) * np.asarray(segment_ids)[..., None]
 
     def loss(params):
@@ -80,7 +84,7 @@ def test_logits_and_gradients_equal_transformers_in_float64(x64, torch_models, r
 class Tiny(NamedTuple):
     """A model, and its value and gradient of `score`, compiled once for [3, 32] tokens."""
 
-    config: presets.ModelConfig
+    config: model_config.ModelConfig
     policy: Policy
     params: Params
     grad: Any  # compiled (params, tokens, positions, segment_ids) -> (value, gradients)
@@ -115,7 +119,27 @@ def test_padding_may_hold_anything(tiny, rows):
         assert_close(gradients, clean)
 
 
-def test_packed_equals_separate_with_gradients(tiny, rows):
+MIXED = {
+    "num_layers": 4,
+    "pattern": ("global", "local", "local_nope"),
+    "window": 4,
+    "qk_norm": True,
+    "rope_scaling": model_config.RopeScaling("dynamic", 2.0),
+    "max_length": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(draw) -> Tiny:
+    """Layers of three kinds, and RoPE that depends on the length of each sequence."""
+    config = presets.preset("tiny", **MIXED)
+    params = draw(config)
+    return Tiny(config, transformer.policy_for(config), params, compile_grad(config, params))
+
+
+@pytest.mark.parametrize("name", ["tiny", "mixed"])
+def test_packed_equals_separate_with_gradients(name, request, rows):
+    tiny: Tiny = request.getfixturevalue(name)
     separate = tokens, positions, segment_ids = rows(264, [7, 5, 4], 32)
     packed = [jnp.zeros_like(x) for x in separate]
     begin = 0
@@ -129,6 +153,18 @@ def test_packed_equals_separate_with_gradients(tiny, rows):
     expected_value, expected = tiny.grad(tiny.params, *separate)
     np.testing.assert_allclose(value, expected_value, rtol=2e-6)
     assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("switches", [{}, MIXED], ids=["tiny", "mixed"])
+def test_the_program_does_not_grow_with_depth(switches):
+    def lines(depth: int) -> int:
+        config = presets.preset("tiny", **{**switches, "num_layers": depth})
+        grad = jax.jit(jax.grad(functools.partial(score, transformer.policy_for(config))))
+        batch = [jax.ShapeDtypeStruct((3, 32), jnp.int32)] * 3
+        lowered = grad.lower(transformer.abstract_params(config), *batch)
+        return lowered.as_text().count("\n")
+
+    assert lines(30) == lines(6) > 100
 
 
 def test_padding_more_changes_nothing(tiny, rows):
@@ -177,7 +213,7 @@ def test_a_token_never_sees_what_comes_later(tiny, rows):
     assert (jnp.abs(before[0, 5:8] - after[0, 5:8]).max(-1) > 1e-3).all()
 
 
-@pytest.mark.parametrize("name", presets.REMAT_NAMES[2:])
+@pytest.mark.parametrize("name", model_config.REMAT_NAMES[2:])
 def test_every_remat_policy_exists(name):
     assert callable(getattr(jax.checkpoint_policies, name))
 
@@ -222,15 +258,3 @@ def test_parameters_are_born_under_jit_and_eval_shape():
     first, second = params["layers"]["mlp"]["down"]["weight"]
     assert (first != second).any()  # every layer draws its own
     np.testing.assert_allclose(float(first.astype("float32").std()), 0.02, rtol=0.05)
-
-
-def test_the_program_does_not_grow_with_depth(rows):
-    batch = rows(264, [6], 6)
-    lines = []
-    for depth in (2, 6):
-        config = presets.preset("tiny", num_layers=depth)
-        policy = transformer.policy_for(config)
-        shapes = transformer.abstract_params(config)
-        text = jax.jit(jax.grad(lambda p, m=policy: score(m, p, *batch))).lower(shapes).as_text()
-        lines.append(text.count("\n"))
-    assert lines[0] == lines[1]

@@ -16,7 +16,7 @@ from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
 from grpo_jax.core.policy import Policy
 from grpo_jax.models import transformer
-from grpo_jax.models.presets import ModelConfig
+from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.scale import rules
 from grpo_jax.scale.mesh import MeshConfig, make_mesh
 from grpo_jax.train import micro_batches, optimizer, state, step
