@@ -13,7 +13,7 @@ from grpo_jax.core.losses import LossConfig
 from grpo_jax.data import trajectories
 from grpo_jax.data.packing import PackingConfig
 from grpo_jax.models import transformer
-from grpo_jax.models.presets import ModelConfig
+from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.scale import rules
 from grpo_jax.scale.mesh import MeshConfig, make_mesh
 from grpo_jax.train import layout as layouts
