@@ -203,7 +203,7 @@ def _write_token(
 
 
 def _embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    return params["embed"]["table"].at[tokens].get(mode="clip")
+    return transformer.look_up(config, params["embed"]["table"], tokens)
 
 
 def _logits(config: ModelConfig, unroll: bool, params: Params, x: jax.Array) -> jax.Array:
@@ -211,9 +211,9 @@ def _logits(config: ModelConfig, unroll: bool, params: Params, x: jax.Array) -> 
     x = transformer.final_norm(config, params, x)
     head = transformer.head_of(config, params)
     if not unroll:
-        return transformer.unembed(head, x)
+        return transformer.unembed(head, x, config.logit_soft_cap)
     # With the table on the left, and a barrier that keeps the transpose out of the dot: several
     # times faster on a CPU.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("vd,dn->vn", head, x.T, preferred_element_type=wide)
-    return jax.lax.optimization_barrier(logits).T
+    return layers.soft_cap(jax.lax.optimization_barrier(logits).T, config.logit_soft_cap)

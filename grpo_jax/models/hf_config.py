@@ -76,11 +76,13 @@ def read_config(folder: str | Path) -> ModelConfig:
 def config_from_fields(fields: Fields) -> ModelConfig:
     """Translate the fields of a config.json; raise ValueError for what is not implemented."""
     family = FAMILIES[_family(fields)]
+    fields = family.usual(fields)
     _refuse_what_is_not_implemented(fields, family)
     missing = [name for name in _NEEDED if name not in fields]
     if missing:
         raise ValueError(f"the field {missing[0]!r} is missing")
     fields = {"max_position_embeddings": 32_768, **family.defaults, **fields}
+    fields["model_type"] = ARCHITECTURES[family.architecture]
     heads = fields["num_attention_heads"]
     theta, scaling = _rope(fields)
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
@@ -99,7 +101,7 @@ def config_from_fields(fields: Fields) -> ModelConfig:
         rope_scaling=scaling,
         norm_epsilon=fields.get("rms_norm_eps", 1e-6),
         tie_embeddings=fields.get("tie_word_embeddings", False),
-        family=ARCHITECTURES[family.architecture],
+        family=fields["model_type"],
         bos_token_id=fields.get("bos_token_id"),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         pad_token_id=fields.get("pad_token_id"),

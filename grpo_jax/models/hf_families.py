@@ -21,6 +21,7 @@ class Family(NamedTuple):
     reads: str = ""  # names of the fields that `switches` reads
     fixed: Fields = {}  # fields that change the numbers, and the one value that is implemented
     defaults: Fields = {}  # what transformers takes where config.json leaves a field out
+    usual: Callable[[Fields], Fields] = lambda fields: fields  # other spellings -> the usual one
 
 
 def _llama(fields: Fields) -> Fields:
@@ -85,6 +86,64 @@ def _smollm3_fields(config: ModelConfig) -> Fields:
     }
 
 
+def _gemma(fields: Fields) -> Fields:
+    period = 2 if fields["model_type"] == "gemma2" else fields.get("sliding_window_pattern") or 6
+    local = _listed(fields) or (lambda i: (i + 1) % period != 0)
+    return {
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "centered_norms": True,
+        "scale_embeddings": True,
+        "query_width": fields["query_pre_attn_scalar"],
+        "attention_soft_cap": fields["attn_logit_softcapping"],
+        "logit_soft_cap": fields["final_logit_softcapping"],
+        **_layers(fields["num_hidden_layers"], fields["sliding_window"], local),
+    }
+
+
+def _gemma3(fields: Fields) -> Fields:
+    theta = float(fields["rope_local_base_freq"])
+    return {"qk_norm": True, "local_rope_theta": theta, **_gemma(fields)}
+
+
+def _gemma_fields(config: ModelConfig) -> Fields:
+    return {
+        "attention_bias": False,
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": _layer_types(config),
+        "query_pre_attn_scalar": config.query_width,
+        "sliding_window": config.window,
+        "use_bidirectional_attention": False,
+    }
+
+
+def _gemma3_fields(config: ModelConfig) -> Fields:
+    return {**_gemma_fields(config), "rope_local_base_freq": config.local_rope_theta}
+
+
+def _gemma3_usual(fields: Fields) -> Fields:
+    """Bring transformers 5's RoPE of each kind of layer into the older, flat spelling."""
+    rope = fields.get("rope_parameters")
+    if rope is None or not {"full_attention", "sliding_attention"} & rope.keys():
+        return fields
+    local = {"rope_type": "default", **(rope.get("sliding_attention") or {})}
+    strange = [k for k, v in local.items() if k != "rope_theta" and (k, v) not in _PLAIN_ROPE]
+    if strange:
+        raise ValueError(
+            f"rope_parameters: {strange[0]}={local[strange[0]]!r} of sliding_attention"
+            " is not supported: local layers are never stretched"
+        )
+    theta = local.get("rope_theta") or fields.get("rope_local_base_freq")
+    fields = {**fields, "rope_parameters": rope.get("full_attention") or {}}
+    return fields if theta is None else {**fields, "rope_local_base_freq": theta}
+
+
+_PLAIN_ROPE = (("rope_type", "default"), ("type", "default"), ("partial_rotary_factor", 1.0))
+
+
 def _listed(fields: Fields) -> Callable[[int], bool] | None:
     """Read `layer_types`, where it is given: is layer i local?"""
     types = fields.get("layer_types")
@@ -126,6 +185,21 @@ def _layer_types(config: ModelConfig) -> list[str]:
     return [names[is_local(kind)] for kind in config.layer_kinds]
 
 
+_GEMMA_READS = (
+    "layer_types sliding_window query_pre_attn_scalar attn_logit_softcapping"
+    " final_logit_softcapping"
+)
+_GEMMA_FIXED = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 _QWEN_READS = "use_sliding_window sliding_window max_window_layers layer_types"
 
 FAMILIES: dict[str, Family] = {
@@ -153,5 +227,35 @@ FAMILIES: dict[str, Family] = {
         _smollm3_fields,
         reads="no_rope_layers no_rope_layer_interval layer_types use_sliding_window sliding_window",
         defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _gemma,
+        _gemma_fields,
+        reads=_GEMMA_READS,
+        fixed=_GEMMA_FIXED,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _gemma3,
+        _gemma3_fields,
+        reads=_GEMMA_READS + " rope_local_base_freq sliding_window_pattern",
+        # transformers reads this soft cap for Gemma 3, and never applies it.
+        fixed={**_GEMMA_FIXED, "attn_logit_softcapping": None},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        usual=_gemma3_usual,
     ),
 }

@@ -22,6 +22,11 @@ _INSIDE_LAYERS = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+_SANDWICH = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 def file_names(
@@ -38,9 +43,10 @@ def file_names(
       The names, and the shape of each of their tensors.
     """
     ours = ".".join(key.key for key in path)
+    inside = {**_INSIDE_LAYERS, **(_SANDWICH if config.sandwich_norms else {})}
     if not ours.startswith("layers."):
         return [_OUTSIDE_LAYERS[ours]], shape
     module, _, kind = ours.removeprefix("layers.").rpartition(".")
     kind = "bias" if kind == "bias" else "weight"
-    name = f"{_INSIDE_LAYERS[module]}.{kind}"
+    name = f"{inside[module]}.{kind}"
     return [f"model.layers.{i}.{name}" for i in range(config.num_layers)], shape[1:]

@@ -7,6 +7,7 @@ Matrices are stored as [out, in], as Hugging Face stores them: `x @ W^T` is the 
 for the forward and for both gradients, and a checkpoint is loaded and saved without a transpose.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,40 +69,60 @@ def _add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """y = scale * x / sqrt(mean(x^2) + epsilon), in float32 or wider (arXiv:1910.07467)."""
+    """y = scale * x / sqrt(mean(x^2) + epsilon), in float32 or wider (arXiv:1910.07467).
+
+    With `centered_norms` the factor is 1 + scale, and it too is applied in float32 or wider.
+    """
 
     def __init__(self, config: ModelConfig, width: int | None = None):
-        self.epsilon = config.norm_epsilon
-        self.scale = nnx.Param(jnp.ones((width or config.hidden_size,), config.param_dtype))
+        self.config = config
+        born = jnp.zeros if config.centered_norms else jnp.ones
+        self.scale = nnx.Param(born((width or config.hidden_size,), config.param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...], self.epsilon)
+        return rms_norm(self.config, x, self.scale[...])
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+def rms_norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Compute `RMSNorm` of the last dimension."""
     wide = x.astype(_at_least_float32(x))
     power = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    normed = (wide * jax.lax.rsqrt(power + epsilon)).astype(x.dtype)
-    return normed * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
+    normed = wide * jax.lax.rsqrt(power + config.norm_epsilon)
+    if config.centered_norms:
+        factor = 1.0 + scale.astype(normed.dtype)
+        return (normed * jnp.broadcast_to(factor, x.shape)).astype(x.dtype)
+    return normed.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Keep x inside (-cap, cap): cap tanh(x / cap) (arXiv:2408.00118, section 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class MLP(nnx.Module):
-    """y = down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+    """y = down(act(gate(x)) * up(x)), act one of silu and gelu (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, rngs):
+        self.activation = ACTIVATIONS[config.activation]
         self.gate = Linear(config.hidden_size, config.intermediate_size, config, rngs)
         self.up = Linear(config.hidden_size, config.intermediate_size, config, rngs)
         self.down = Linear(config.intermediate_size, config.hidden_size, config, rngs)
 
     def __call__(self, x: jax.Array, linear: Apply = Linear.__call__) -> jax.Array:
-        return linear(self.down, jax.nn.silu(linear(self.gate, x)) * linear(self.up, x))
+        return linear(self.down, self.activation(linear(self.gate, x)) * linear(self.up, x))
 
 
 class Attention(nnx.Module):
     """Causal attention in which G query heads share one key-value head (arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig, rngs):
+        self.config = config
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         width, bias = config.head_dim, config.qkv_bias
         self.query = Linear(config.hidden_size, self.heads * width, config, rngs, bias)
@@ -123,23 +144,30 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, view: View):
         """Return what is added to x [B, T, D], and this layer's keys and values [B, T, K, hd]."""
         query, key, value = self.project(x, view.rope)
-        mixed = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2), view.mask)
+        mixed = attend(self.config, query, key.swapaxes(1, 2), value.swapaxes(1, 2), view.mask)
         return self.output(_merge_heads(mixed)), (key, value)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may have a norm as well."""
 
     def __init__(self, config: ModelConfig, rngs):
+        self.config = config
         self.attention_norm = RMSNorm(config)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config, rngs)
+        self.attention_post_norm = RMSNorm(config) if config.sandwich_norms else None
+        self.mlp_post_norm = RMSNorm(config) if config.sandwich_norms else None
 
     def __call__(self, x: jax.Array, view: View):
         mixed, keys_values = self.attention(self.attention_norm(x), view)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), keys_values
+        return self._finish(x, mixed), keys_values
+
+    def _finish(self, x: jax.Array, mixed: jax.Array, linear: Apply = Linear.__call__) -> jax.Array:
+        x = x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        y = self.mlp(self.mlp_norm(x), linear)
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 
     def step_project(self, x: jax.Array, rope: Rope, linear: Apply):
         """Return query [N, H, hd], key and value [N, K, hd] of one token a row, x [N, D]."""
@@ -147,15 +175,17 @@ class Block(nnx.Module):
 
     def step_mix(self, x, query, key, value, mask, linear: Apply) -> jax.Array:
         """Finish the block, given cached key and value [N, K, S, hd] and mask bool[N, S]."""
-        mixed = attend(query[:, None], key, value, mask[:, None])[:, 0]
-        x = x + linear(self.attention.output, _merge_heads(mixed))
-        return x + self.mlp(self.mlp_norm(x), linear)
+        mixed = attend(self.config, query[:, None], key, value, mask[:, None])[:, 0]
+        return self._finish(x, linear(self.attention.output, _merge_heads(mixed)), linear)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mix values by softmax(q k^T / sqrt(hd)), without copying keys and values for each group.
+def attend(
+    config: ModelConfig, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """Mix values by softmax(cap(q k^T / sqrt(hd))), without a copy of keys for each group.
 
     Args:
+      config: may put another number in the place of hd, and a soft cap on the scores.
       query: [B, T, H, hd].
       key, value: [B, K, S, hd].
       mask: bool[B, T, S], True = visible.
@@ -169,7 +199,8 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) 
     query = query.reshape(rows, length, kv_heads, groups, width).transpose(0, 2, 3, 1, 4)
     query = query.reshape(rows, kv_heads, groups * length, width)
     wide = _at_least_float32(query)
-    scores = jnp.einsum("bkqd,bksd->bkqs", query, key, preferred_element_type=wide) * width**-0.5
+    scores = jnp.einsum("bkqd,bksd->bkqs", query, key, preferred_element_type=wide)
+    scores = soft_cap(scores * (config.query_width or width) ** -0.5, config.attention_soft_cap)
     scores = scores.reshape(rows, kv_heads, groups, length, -1)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)

@@ -9,13 +9,14 @@ from typing import Literal, get_args
 
 Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 Dtype = Literal["float32", "bfloat16", "float64"]
+Activation = Literal["silu", "gelu_tanh"]
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
 Kind = Literal["global", "local", "global_nope", "local_nope"]
 """How a layer attends: to all before it, or to a window; `nope`: without rotation (no RoPE)."""
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 REMAT_NAMES: tuple[str, ...] = get_args(Remat)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +66,17 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     tie_embeddings: bool = True  # the head is the embedding table
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # RMSNorm over each query and key head, before RoPE (Qwen3)
+    qk_norm: bool = False  # RMSNorm over each query and key head, before RoPE (Qwen3, Gemma 3)
+    activation: Activation = "silu"  # of the MLP's gate
+    sandwich_norms: bool = False  # norms after attention and after the MLP too (Gemma)
+    centered_norms: bool = False  # norms multiply with 1 + scale (Gemma)
+    scale_embeddings: bool = False  # embeddings are multiplied with sqrt(D) (Gemma)
+    query_width: int | None = None  # scores are q k^T / sqrt(this); None: hd (Gemma)
+    attention_soft_cap: float | None = None  # c: scores become c tanh(score / c) (Gemma 2)
+    logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c) (Gemma 2)
     pattern: tuple[Kind, ...] = ("global",)  # layer i is of kind pattern[i % len(pattern)]
     window: int | None = None  # tokens that a local layer sees, itself among them
+    local_rope_theta: float | None = None  # of local layers, unscaled; None: as others (Gemma 3)
     # Hugging Face's `model_type`; decides the name of the exported architecture
     family: str = "llama"
     bos_token_id: int | None = None
@@ -94,6 +103,11 @@ class ModelConfig:
         check_name("compute_dtype", self.compute_dtype, DTYPES)
         check_name("remat", self.remat, REMAT_NAMES)
         check_name("family", self.family, FAMILIES)
+        check_name("activation", self.activation, get_args(Activation))
+        for name in ("query_width", "attention_soft_cap", "logit_soft_cap", "local_rope_theta"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive, or null")
         self._check_pattern()
 
     def _check_pattern(self) -> None:

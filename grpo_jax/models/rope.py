@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.model_config import Kind, ModelConfig, RopeScaling, has_rope
+from grpo_jax.models.model_config import Kind, ModelConfig, RopeScaling, has_rope, is_local
 
 Rope = tuple[jax.Array, jax.Array]  # cos, sin: f32[B, T, hd / 2]
 
@@ -30,7 +30,7 @@ def table(
         reads it. None: no sequence is longer than `config.max_length`.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    theta, scaling = config.rope_theta, config.rope_scaling
+    theta, scaling = _theta_and_scaling(config, kind)
     amplitude = 1.0
     if not has_rope(kind):
         frequencies = np.zeros_like(exponents)
@@ -40,13 +40,20 @@ def table(
         frequencies = stretch(theta**-exponents, config.head_dim, theta, scaling)
         amplitude = attention_factor(scaling)
     wide = positions.astype(jnp.float32)
-    if has_rope(kind) and scaling is not None and scaling.kind == "dynamic" and lengths is not None:
+    if has_rope(kind) and lengths is not None and scaling is not None and scaling.kind == "dynamic":
         angles = wide[..., None] * _dynamic(config, scaling.factor, exponents, lengths)
     else:
         angles = jnp.einsum("...,f->...f", wide, jnp.asarray(frequencies, jnp.float32))
     if amplitude == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)
+
+
+def _theta_and_scaling(config: ModelConfig, kind: Kind) -> tuple[float, RopeScaling | None]:
+    """Local layers may have a theta of their own: their window needs no stretching."""
+    if is_local(kind) and config.local_rope_theta is not None:
+        return config.local_rope_theta, None
+    return config.rope_theta, config.rope_scaling
 
 
 def stretch(frequencies: np.ndarray, width: int, theta: float, scaling: RopeScaling) -> np.ndarray:

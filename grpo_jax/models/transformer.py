@@ -5,8 +5,9 @@ Outside this package a model is a `Policy` (pure functions) and a plain nested d
     embed.table [V, D] · norm.scale [D] · head.weight [V, D] (only when untied)
     layers: stacked [L, ...]
       attention.{query,key,value,output}.weight [out, in] · .bias [out] (query, key, value; Qwen2)
-      attention.{query,key}_norm.scale [hd] (Qwen3)
+      attention.{query,key}_norm.scale [hd] (Qwen3, Gemma 3)
       mlp.{gate,up,down}.weight [out, in] · attention_norm.scale, mlp_norm.scale [D]
+      attention_post_norm.scale, mlp_post_norm.scale [D] (Gemma)
 
 Symbols: `B` rows, `T` tokens a row, `D` width, `V` vocabulary, `L` layers.
 """
@@ -28,15 +29,21 @@ class Embedding(nnx.Module):
     """Rows of a table [V, D]."""
 
     def __init__(self, config: ModelConfig, rngs):
-        self.compute_dtype = config.compute_dtype
+        self.config = config
         shape = (config.vocab_size, config.hidden_size)
         table = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.table = nnx.Param(table.astype(config.param_dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # Padding may hold any number: an id outside the table reads the nearest row. `jnp.take`
-        # would read NaN there, and a NaN activation poisons gradients even where nobody uses it.
-        return self.table[...].at[tokens].get(mode="clip").astype(self.compute_dtype)
+        return look_up(self.config, self.table[...], tokens)
+
+
+def look_up(config: ModelConfig, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Read the tokens' rows of the table [V, D], in the compute dtype."""
+    # Padding may hold any number: an id outside the table reads the nearest row. `jnp.take`
+    # would read NaN there, and a NaN activation poisons gradients even where nobody uses it.
+    x = table.at[tokens].get(mode="clip").astype(config.compute_dtype)
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
 
 
 class Transformer(nnx.Module):
@@ -147,7 +154,13 @@ def policy_for(config: ModelConfig) -> Policy:
         return module_for(config, params)(tokens, positions, segment_ids)
 
     head = functools.partial(head_of, config)
-    return Policy(hidden=hidden, head=head, unembed=unembed, row_wise_head=True)
+    capped = functools.partial(unembed, cap=config.logit_soft_cap)
+    return Policy(
+        hidden=hidden,
+        head=head,
+        unembed=unembed if config.logit_soft_cap is None else capped,
+        row_wise_head=True,
+    )
 
 
 def head_of(config: ModelConfig, params: Params) -> Head:
@@ -157,11 +170,12 @@ def head_of(config: ModelConfig, params: Params) -> Head:
 
 def final_norm(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Apply the norm that stands before the head."""
-    return layers.rms_norm(x, params["norm"]["scale"], config.norm_epsilon)
+    return layers.rms_norm(config, x, params["norm"]["scale"])
 
 
-def unembed(head: Head, hidden: jax.Array) -> jax.Array:
-    """logits = hidden head^T, f32[..., V] (or wider)."""
+def unembed(head: Head, hidden: jax.Array, cap: float | None = None) -> jax.Array:
+    """logits = hidden head^T, f32[..., V] (or wider), inside a soft cap where there is one."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = head.astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
+    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
+    return layers.soft_cap(logits, cap)

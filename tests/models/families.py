@@ -47,6 +47,32 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
     ),
+    # A window on layers 0 and 2, soft caps, norms around everything.
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 40,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "dynamic": (
         "llama",
         {

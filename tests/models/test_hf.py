@@ -260,6 +260,48 @@ def test_what_config_json_asks_for_in_vain_is_named(folder, changes, message):
         hf.load_model(folder)
 
 
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 2,
+}
+
+
+def test_what_gemma_3_leaves_out_is_what_transformers_takes():
+    config = hf_config.config_from_fields(GEMMA3)
+    assert config.layer_kinds == ("local",) * 5 + ("global", "local")
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert (config.window, config.head_dim, config.query_width) == (4096, 256, 256)
+    assert config.tie_embeddings and config.logit_soft_cap is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supp"),
+        ({"hidden_activation": "silu"}, "hidden_activation='silu' is not supported: only 'gelu_"),
+        ({"vision_config": {}}, "the field 'vision_config' .* is not supported"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type='linear' of sliding_attention is not supported",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+            "rope_type='longrope' is not supported",
+        ),
+    ],
+)
+def test_what_gemma_3_asks_for_in_vain_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        hf_config.config_from_fields({**GEMMA3, **changes})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

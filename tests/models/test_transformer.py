@@ -126,6 +126,14 @@ MIXED = {
     "qk_norm": True,
     "rope_scaling": model_config.RopeScaling("dynamic", 2.0),
     "max_length": 6,
+    "local_rope_theta": 100.0,
+    "activation": "gelu_tanh",
+    "sandwich_norms": True,
+    "centered_norms": True,
+    "scale_embeddings": True,
+    "query_width": 40,
+    "attention_soft_cap": 2.0,
+    "logit_soft_cap": 3.0,
 }
 
 
