@@ -79,14 +79,17 @@ def group_statistics(
         if reference_std and leave_one_out:
             divisor = np.broadcast_to(count - 1, divisor.shape)
         baseline, _ = _moments(r, members, divisor)
+        low, span = _range(r, members)
+        if not (reference_std and leave_one_out):
+            baseline = np.where(span == 0, low, baseline)  # the mean of 16 times 0.3 is not 0.3
         _, variance = _moments(x, members, divisor)
-        std = np.sqrt(np.where(_spans(x, members) <= _noise(x, tolerance), 0, variance))
+        std = np.sqrt(np.where(_range(x, members)[1] <= _noise(x, tolerance), 0, variance))
         if leave_one_out and not reference_std:
             std = std * ((std > 0) | ~v).all(axis=1, keepdims=True)
         alone = count <= 1
         out.baseline[index] = np.where(alone, r, baseline)
         out.std[index] = np.where(alone, 0, std)
-        constant = _spans(r, v[:, None, :]) <= _noise(r, tolerance)
+        constant = _range(r, v[:, None, :])[1] <= _noise(r, tolerance)
         out.constant[index] = np.broadcast_to(constant, index.shape)
         out.voters[index] = np.broadcast_to(count, index.shape)
     return out
@@ -97,6 +100,9 @@ def finite_rewards(
 ) -> np.ndarray:
     """f64[N]; a row without a vote may hold anything, and counts as 0 if it is not finite.
 
+    Finite means in float32: larger rewards would overflow the loss, and from 1e154 on the squares
+    of a deviation, whose infinite root would turn a whole group to zero.
+
     Raises:
       ValueError: wrong shape, or a valid row whose reward is not finite: it would silently decide
         its whole group.
@@ -104,11 +110,11 @@ def finite_rewards(
     values = np.asarray(values, np.float64)
     if values.shape != (rows,):
         raise ValueError(f"{name} has shape {values.shape}, the groups have ({rows},)")
-    strange = ~np.isfinite(values)
+    strange = ~(np.abs(values) <= np.finfo(np.float32).max)
     bad = np.flatnonzero(strange if valid is None else strange & (np.asarray(valid) != 0))
     if bad.size:
         raise ValueError(
-            f"{name}[{bad[0]}] = {values[bad[0]]} is not finite ({bad.size} such rows); "
+            f"{name}[{bad[0]}] = {values[bad[0]]} is not finite in float32 ({bad.size} such rows); "
             "score it, or mark the row invalid and give it weight 0"
         )
     return np.where(strange, 0.0, values)
@@ -154,12 +160,13 @@ def _sum(values: np.ndarray) -> np.ndarray:
     return np.cumsum(values, axis=-1)[..., -1]
 
 
-def _spans(values: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Largest minus smallest of each comparison set; 0 where it is empty."""
+def _range(values: np.ndarray, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The smallest of each comparison set, and largest minus smallest; 0 where it is empty."""
     x = np.broadcast_to(values[:, None, :], members.shape)
     high = np.where(members, x, -np.inf).max(axis=2)
     low = np.where(members, x, np.inf).min(axis=2)
-    return np.where(members.any(axis=2), high - np.where(np.isfinite(low), low, 0), 0)
+    low, high = (np.where(members.any(axis=2), x, 0) for x in (low, high))
+    return low, high - low
 
 
 def _noise(values: np.ndarray, tolerance: float) -> np.ndarray:

@@ -89,9 +89,17 @@ def count(batch: Batch, *, max_segments: int = 1) -> Counts:
     trained = sequences.sum(masks.weights) > 0
     positives = None
     if batch.rewards is not None:
-        positives = jnp.sum(jnp.where(batch.rewards > 0, masks.weights, 0))
+        positives = _total(jnp.where(batch.rewards > 0, masks.weights, 0))
     return Counts(
-        tokens=jnp.sum(masks.weights),
-        sequences=jnp.sum(jnp.where(trained, masks.sequences, 0)),
+        tokens=_total(masks.weights),
+        sequences=_total(jnp.where(trained, masks.sequences, 0)),
         positives=positives,
+    )
+
+
+def _total(weights: Array) -> Float[Array, ""]:
+    """Σ weights as f32, whole ones as integers: above 2²⁴ a float32 sum would stop counting."""
+    whole = weights == 1
+    return jnp.sum(whole, dtype=jnp.int32).astype(weights.dtype) + jnp.sum(
+        jnp.where(whole, 0, weights)
     )

@@ -221,7 +221,9 @@ def test_a_small_spread_on_a_large_offset_is_measured():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_rewards_are_named(bad):
-    with pytest.raises(ValueError, match=r"rewards\[1\] = (nan|inf) is not finite \(1 such rows\)"):
+    with pytest.raises(
+        ValueError, match=r"rewards\[1\] = (nan|inf) is not finite in float32 \(1 such rows\)"
+    ):
         values([0, bad, 1])
 
 
