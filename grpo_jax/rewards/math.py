@@ -34,6 +34,8 @@ _UNIT = re.compile(
     r"|[a-zA-Z]{2,}(?:\^\{?\d\}?)?)$"
 )
 _SPACE = re.compile(r"\\[,!;: ]|\\q?quad|~|\{,\}|\s+")
+# `1 000` is a thousand; `1 2` is two numbers, and not twelve.
+_GAP = re.compile(rf"(?<=\d)(?:{_SPACE.pattern})+(?=\d)(?!\d{{3}}(?!\d))")
 
 
 def math_reward(
@@ -106,6 +108,8 @@ def _clean(answer: str) -> str:
     out = re.sub(r"^[a-zA-Z]\s*=\s*(?=[^=]+$)", "", out[: _LONGEST + 1]) + out[_LONGEST + 1 :]
     if len(out) <= _LONGEST:
         out = _UNIT.sub("", out)
+    if len(out) <= _LONGEST:
+        out = _GAP.sub("⎵", out)  # stays, and no number has it
     return _SPACE.sub("", out).replace("−", "-").replace(r"\%", "").rstrip("%")
 
 

@@ -208,7 +208,7 @@ class Scorer:
         masked = np.array([bool(e.metadata.get(MASK_SAMPLE)) for e in examples], bool)
         spans: dict[tuple[int, int], tuple[TextSpan, ...]] = {}
         for component, row, status, result in self._evaluate(samples):
-            values[component, row] = self._settle(component, status, result, problems)
+            values[component, row] = self._settle(component, status, result, samples[row], problems)
             if isinstance(result, Verdict):
                 masked[row] |= result.masked
                 if result.spans:
@@ -256,7 +256,12 @@ class Scorer:
         return [p for p in busy if p.connection in ready or p.deadline <= now]
 
     def _settle(
-        self, component: int, status: str, result: Any, problems: collections.Counter[str]
+        self,
+        component: int,
+        status: str,
+        result: Any,
+        sample: Sample,
+        problems: collections.Counter[str],
     ) -> float:
         """Return a component's value: its own, NaN for no verdict, 0 for anything that failed."""
         if status == worker.SCORED:
@@ -269,10 +274,13 @@ class Scorer:
             self._warned.add((component, status))
             outcome = "gives no verdict" if status == worker.SKIPPED else "scores 0"
             _LOG.warning(
-                "reward %r: %s, so the completion %s (said once; the count is in the metrics)%s",
+                "reward %r: %s, so the completion %s; the first is of row %d of the data, whose "
+                "reference answer is %.200r (said once; the count is in the metrics)%s",
                 column,
                 status.replace("_", " "),
                 outcome,
+                sample.example.index,
+                sample.example.answer,
                 "" if result is None or isinstance(result, Verdict) else f"\n{result}",
             )
         return np.nan if status == worker.SKIPPED else 0.0

@@ -65,6 +65,19 @@ VERDICTS = [  # reference, answer, equal
     ("8", "", False),
     ("5", "5, 6", False),
     ("1/0", "1", False),
+    ("1,2,3", "3,2,1", True),  # without brackets, a set
+    ("12", "1 2", False),  # two numbers
+    ("2", "1 2", False),
+    ("1000", "1 000", True),
+    ("1234567", r"1\,234\,567", True),
+    ("12", "1 200", False),
+    (r"\$1,234.50", "1234.5", True),
+    ("2^{10}", "1024", True),
+    (r"\frac{\pi}{2}", r"\pi/2", True),
+    ("4", "4 and 5", False),
+    ("4", r"\pm 4", False),
+    (r"\sin^2 x+\cos^2 x", "1", True),
+    (r"\text{no solution}", "No solution", True),
 ]
 
 

@@ -161,6 +161,21 @@ def test_a48_a_sample_without_any_verdict_is_left_out_and_counted(maths):
     assert metrics["reward/no_verdict"] == 1.0 and metrics["reward/math/skipped"] == 1.0
 
 
+def test_a48_an_unreadable_reference_is_said_once_with_its_row(caplog):
+    examples = [
+        Example("q", "???", index=7),
+        Example("q", "6", index=8),
+        Example("q", "$", index=9),
+    ]
+    with Scorer(RewardConfig((RewardComponent("math"),), workers=0)) as scorer:
+        for _ in range(2):
+            scores = scorer.score(examples, [r"\boxed{6}"] * 3)
+            assert scores.problems == {"math/skipped": 2}
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "gives no verdict; the first is of row 7 of the data" in said and "'???'" in said
+
+
 ADVERSARIAL = [
     r"\boxed{9^{9^{9^{9^{9}}}}}",
     r"\boxed{" + "9^{" * 300 + "9" + "}" * 301,

@@ -398,7 +398,7 @@ def test_parameters_that_are_not_finite_are_noticed():
     assert [m["update_applied"] for m in history] == [0, 0] and after.skipped == 2
 
 
-def test_an_empty_batch_moves_nothing_though_momentum_and_decay_would():
+def test_p23_an_empty_batch_moves_nothing_though_momentum_and_decay_would():
     good = make_batch()
     empty = good.replace(sample_weights=np.zeros_like(good.sample_weights))
     train, create = train_step(PLAIN, 4, warmup_steps=10, weight_decay=0.1)
