@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -285,6 +285,48 @@ def initial_state(
     return state, places, None
 
 
+class PolicySteps(NamedTuple):
+    """The programs of the policy, each compiled at its first call."""
+
+    train: steps.TrainStep
+    previous: steps.ScoreStep | None  # None where nobody reads it
+    reference: steps.ScoreStep | None
+    current: steps.Program  # all that the loss is given, for dumps
+
+
+def policy_steps(
+    config: Config, model: Model, opt: optimizer.Optimizer, places: states.Placement
+) -> PolicySteps:
+    """The programs that a config asks for; of a model only its functions and its mesh are read."""
+    loss = on_policy(config.loss_fn, config.rollout.updates)
+    needs_previous = (
+        not loss.force_on_policy_ratio
+        or config.filters.seq_logprob_error_threshold is not None
+        or config.advantage.needs_policy_logprobs
+    )
+    layout, policy = build_layout(config, model), model.loaded.policy
+    shared: Any = {
+        "micro_batches": layout.micro_batches,
+        "chunk_size": config.rollout.head_chunk,
+        "places": places,
+    }
+    filters = config.sampling.filter
+
+    def score(unfiltered: bool) -> steps.ScoreStep:
+        return steps.make_score_step(policy, filters, unfiltered=unfiltered, **shared)
+
+    return PolicySteps(
+        train=steps.make_train_step(
+            policy, opt, loss, filters, max_segments=layout.max_segments, **shared
+        ),
+        previous=score(unfiltered=False) if needs_previous else None,
+        reference=score(unfiltered=True)
+        if loss.kl_on or config.advantage.needs_reference
+        else None,
+        current=steps.make_full_score_step(policy, loss, filters, **shared),
+    )
+
+
 def build_parts(
     config: Config,
     model: Model,
@@ -300,26 +342,9 @@ def build_parts(
     """Compile-ready steps and everything around them."""
     loss = on_policy(config.loss_fn, config.rollout.updates)
     teacher = load_teacher(config, model)
-    needs_reference = loss.kl_on or config.advantage.needs_reference
-    needs_previous = (
-        not loss.force_on_policy_ratio
-        or config.filters.seq_logprob_error_threshold is not None
-        or config.advantage.needs_policy_logprobs
-    )
-    filter_config, policy = config.sampling.filter, model.loaded.policy
+    filter_config = config.sampling.filter
     layout = build_layout(config, model)
-    chunk = config.rollout.head_chunk
-
-    def score(unfiltered: bool) -> steps.ScoreStep:
-        return steps.make_score_step(
-            policy,
-            filter_config,
-            unfiltered=unfiltered,
-            micro_batches=layout.micro_batches,
-            chunk_size=chunk,
-            places=places,
-        )
-
+    compiled = policy_steps(config, model, opt, places)
     return loop.Parts(
         engine=build_engine(config, model),
         sampling=config.sampling,
@@ -331,28 +356,12 @@ def build_parts(
         evaluate=config.evaluate,
         layout=layout,
         rules=prepare.Rules(config.shaping, config.filters, config.advantage, filter_config.active),
-        train_step=steps.make_train_step(
-            policy,
-            opt,
-            loss,
-            filter_config,
-            micro_batches=layout.micro_batches,
-            chunk_size=chunk,
-            max_segments=layout.max_segments,
-            places=places,
-        ),
-        score_previous=score(unfiltered=False) if needs_previous else None,
-        score_reference=score(unfiltered=True) if needs_reference else None,
+        train_step=compiled.train,
+        score_previous=compiled.previous,
+        score_reference=compiled.reference,
         score_teacher=None if teacher is None else teacher.score,
-        score_current=steps.make_full_score_step(
-            policy,
-            loss,
-            filter_config,
-            micro_batches=layout.micro_batches,
-            chunk_size=chunk,
-            places=places,
-        ),
-        reference=model.loaded.params if needs_reference else None,
+        score_current=compiled.current,
+        reference=None if compiled.reference is None else model.loaded.params,
         teacher=None if teacher is None else teacher.params,
         critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),

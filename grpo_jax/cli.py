@@ -1,6 +1,6 @@
-"""The command line: `grpo-jax train | eval | sample | config | export | inspect | parity`.
+"""The command line: `grpo-jax train | eval | sample | config | plan | export | inspect | parity`.
 
-The first four take a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
+The first five take a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
 """
 
 import dataclasses
@@ -72,6 +72,17 @@ def inspect(argv: Sequence[str]) -> int:
     return 0
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Say whether a step fits devices that are not here, and what bounds it; nothing runs."""
+    config, options = parse_with(argv, "plan", PlanOptions)
+    assert options is not None
+    for warning in configs.validate(config):
+        print(f"warning: {warning}", file=sys.stderr)
+    from grpo_jax import plan_report
+
+    return plan_report.main(config, options.topology, options.out, options.search)
+
+
 def parity(argv: Sequence[str]) -> int:
     """Recompute a dumped step in float32 and float64 and say where the numbers part."""
     from grpo_jax.train import parity as comparing
@@ -87,6 +98,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "config": show_config,
     "export": export,
     "inspect": inspect,
+    "plan": plan,
     "parity": parity,
 }
 
@@ -104,6 +116,18 @@ class EvalOptions:
     """Step of the checkpoint; the newest one by default."""
     out: str | None = None
     """File for the results as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What to plan for."""
+
+    topology: str
+    """Chip and shape: v5e:16x16, v5p:4x4x4, v6e:8x8, or cpu:8 for devices of this machine."""
+    out: str | None = None
+    """File for the plan as JSON."""
+    search: bool = False
+    """Compile other meshes and micro-batches too, and rank them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def topology(name: str) -> Topology:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except Exception as error:
         text = str(error).splitlines()[0]
-        missing = "libtpu" in str(error) or "not found" in text or "backend" in text.lower()
+        missing = "libtpu" in str(error) or "not installed" in text
         raise ValueError(
             f"the TPU compiler is not here ({text}); install it with pip install 'jax[tpu]' "
             "(no TPU is needed), and set TPU_SKIP_MDS_QUERY=1 outside Google Cloud"

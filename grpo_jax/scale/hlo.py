@@ -29,6 +29,7 @@ class Instruction(NamedTuple):
     operands: list[str]
     arguments: str  # what stands in the brackets
     rest: str  # everything behind them
+    root: bool = False  # the result of its computation
 
 
 class Collective(NamedTuple):
@@ -60,9 +61,9 @@ def read(text: str, mesh: Mapping[str, int], *, unknown_trips: Sequence[int] = (
     """
     computations, entry = _parse(text)
     walker = _Walker(computations, mesh)
-    walker.visit(entry, 1, entry, unknown_trips, fused=False)
+    walker.visit(entry, 1, unknown_trips, fused=False)
     totals: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0, 0.0])
-    for kind, axes, times, sent in walker.seen.values():
+    for kind, axes, times, sent in walker.seen:
         totals[kind, axes][0] += times
         totals[kind, axes][1] += times * sent
     ranked = sorted(totals.items(), key=lambda item: -item[1][1])
@@ -88,7 +89,7 @@ def _parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    head = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if head is None:
         return None
     body = line[head.end() :]
@@ -100,7 +101,9 @@ def _instruction(line: str) -> Instruction | None:
     stop = _closing(body, start)
     operands = re.findall(r"%([\w.\-]+)", body[start:stop])
     inside = body[start + 1 : stop]
-    return Instruction(head[1], body[: end + 1], opcode[1], operands, inside, body[stop + 1 :])
+    return Instruction(
+        head[2], body[: end + 1], opcode[1], operands, inside, body[stop + 1 :], bool(head[1])
+    )
 
 
 def _closing(text: str, start: int) -> int:
@@ -136,12 +139,10 @@ class _Walker:
     def __init__(self, computations: Computations, mesh: Mapping[str, int]):
         self._computations, self._mesh = computations, mesh
         self.flops, self.bytes, self.unknown = 0.0, 0.0, 0
-        self.seen: dict[tuple[str, str], tuple[str, str, int, float]] = {}
+        self.seen: list[tuple[str, str, int, float]] = []
 
-    def visit(
-        self, name: str, times: int, place: str, trips: Sequence[int], *, fused: bool
-    ) -> None:
-        """Count a computation that runs `times` times inside the sequence `place`."""
+    def visit(self, name: str, times: int, trips: Sequence[int], *, fused: bool) -> None:
+        """Count a computation that runs `times` times."""
         inside = self._computations.get(name, {})
         for one in inside.values():
             if not fused:
@@ -151,20 +152,20 @@ class _Walker:
             elif one.opcode == "convolution":
                 self.flops += times * convolution_flops(one, inside)
             elif one.opcode.removesuffix("-start") in COLLECTIVES:
-                self._collective(one, inside, name, times, place)
+                self._collective(one, inside, name, times)
             if one.opcode == "while":
                 body = re.search(r"body=%?([\w.\-]+)", one.rest)
-                rounds = self._rounds(one)
+                rounds = self._rounds(one, inside)
                 if rounds is None:
                     self.unknown += 1
                     rounds, deeper = trips[0], trips[1:] or trips
                 else:
                     deeper = trips
                 if body:
-                    self.visit(body[1], times * rounds, body[1], deeper, fused=fused)
+                    self.visit(body[1], times * rounds, deeper, fused=fused)
             in_fusion = fused or one.opcode == "fusion"
             for callee in self._calls(one):
-                self.visit(callee, times, place, trips, fused=in_fusion)
+                self.visit(callee, times, trips, fused=in_fusion)
 
     def _calls(self, one: Instruction) -> Iterator[str]:
         """Yield the computations that run as part of an instruction."""
@@ -177,25 +178,45 @@ class _Walker:
             for callee in re.findall(r"%?([\w.\-]+)", branches[1]) if branches else ():
                 yield callee
 
-    def _rounds(self, loop: Instruction) -> int | None:
-        """How often a loop runs, where the program says so."""
+    def _rounds(self, loop: Instruction, inside: Mapping[str, Instruction]) -> int | None:
+        """How often a loop runs, where the program says so: (bound − start) / step of its counter.
+
+        The counter is the entry of the loop's tuple that the condition compares with a constant.
+        """
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
         if known:
             return int(known[1])
-        named = re.search(r"condition=%?([\w.\-]+)", loop.rest)
-        condition = named[1] if named else ""
-        bounds = {  # scans count from 0 in steps of 1, so the one constant is their length
-            int(one.arguments)
-            for one in self._computations.get(condition, {}).values()
-            if one.opcode == "constant" and one.arguments.isdigit()
+        condition, body = (
+            self._computations.get(name[1], {}) if name else {}
+            for name in (
+                re.search(rf"{kind}=%?([\w.\-]+)", loop.rest) for kind in ("condition", "body")
+            )
+        )
+        bounds = [one for one in condition.values() if _is_count(one)]
+        places = {
+            place
+            for one in condition.values()
+            if one.opcode == "get-tuple-element" and one.type.startswith(("s32[]", "u32[]"))
+            for place in re.findall(r"index=(\d+)", one.rest)
         }
-        return bounds.pop() if len(bounds) == 1 else None
+        if len(bounds) != 1 or len(places) != 1:
+            return None
+        place = int(places.pop())
+        start = _entry(inside, inside.get(loop.operands[0]), place)
+        end = _entry(body, next((one for one in body.values() if one.root), None), place)
+        first, step = _value(inside, start), _step(body, end, place)
+        if first is None or not step:
+            return None
+        return max(-(-(int(bounds[0].arguments) - first) // step), 0)
 
-    def _collective(self, one, inside, name: str, times: int, place: str) -> None:
+    def _collective(self, one, inside, name: str, times: int) -> None:
         kind = one.opcode.removesuffix("-start")
         groups = _groups(one.rest, math.prod(self._mesh.values()))
         sizes = [_width(dtype) * math.prod(dims) for dtype, dims in shapes(one.type)]
-        whole = sizes[-1] if one.opcode.endswith("-start") else sum(sizes)
+        both = one.opcode in ("all-gather-start", "collective-permute-start")
+        whole = max(sizes) if both else sum(sizes)  # a start's type holds operand and result
+        if _is_later_piece(one, inside):
+            return
         if "all-reduce-scatter" in name:  # how the TPU compiler writes a reduce-scatter
             kind = "reduce-scatter"
         n = groups.shape[1] if groups is not None else 0
@@ -210,11 +231,7 @@ class _Walker:
         }[kind]
         if kind != "collective-permute" and n <= 1:
             return
-        # Parts of one asynchronous collective repeat it in several computations of a sequence.
-        channel = re.search(r"channel_id=(\d+)", one.rest)
-        key = (place, channel[1] if channel else one.name)
-        if key not in self.seen or self.seen[key][2] < times:
-            self.seen[key] = (kind, axes, times, sent)
+        self.seen.append((kind, axes, times, sent))
 
 
 _NO_TRAFFIC = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
@@ -263,6 +280,59 @@ def _far(inside: Mapping[str, Instruction], name: str) -> float:
 def _off_chip(type_text: str) -> str:
     """A type without the arrays of memory space 1."""
     return re.sub(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}", "", type_text)
+
+
+def _is_count(one: Instruction) -> bool:
+    return one.opcode == "constant" and one.arguments.isdigit()
+
+
+_SAME = ("copy", "bitcast", "convert", "reshape")
+
+
+def _origin(inside: Mapping[str, Instruction], one: Instruction | None) -> Instruction | None:
+    """Look through copies."""
+    while one is not None and one.opcode in _SAME:
+        one = inside.get(one.operands[0])
+    return one
+
+
+def _entry(
+    inside: Mapping[str, Instruction], one: Instruction | None, place: int
+) -> Instruction | None:
+    """An entry of a tuple that stands in the same computation."""
+    one = _origin(inside, one)
+    if one is None or one.opcode != "tuple" or place >= len(one.operands):
+        return None
+    return _origin(inside, inside.get(one.operands[place]))
+
+
+def _value(inside: Mapping[str, Instruction], one: Instruction | None) -> int | None:
+    one = _origin(inside, one)
+    return int(one.arguments) if one is not None and _is_count(one) else None
+
+
+def _step(body: Mapping[str, Instruction], one: Instruction | None, place: int) -> int | None:
+    """What a loop's body adds to entry `place` of its tuple, through any number of additions."""
+    total = 0
+    while one is not None and one.opcode == "add":
+        values = [_value(body, body.get(name)) for name in one.operands]
+        if (values[0] is None) == (values[1] is None):
+            return None
+        added = values[0] if values[1] is None else values[1]
+        total += added or 0
+        one = _origin(body, body.get(one.operands[values.index(None)]))
+    if one is None or one.opcode != "get-tuple-element":
+        return None
+    return total if re.search(rf"index={place}\b", one.rest) else None
+
+
+def _is_later_piece(one: Instruction, inside: Mapping[str, Instruction]) -> bool:
+    """An asynchronous collective of the TPU compiler: named again in each fusion that it passes."""
+    targets = [i.rest for i in inside.values() if i.opcode == "custom-call"]
+    if any("AsyncCollectiveDone" in rest for rest in targets):
+        return True
+    started = any("AsyncCollectiveStart" in rest for rest in targets)
+    return "async_collective_fusion_config" in one.rest and not started
 
 
 def dot_flops(one: Instruction, inside: Mapping[str, Instruction]) -> float:

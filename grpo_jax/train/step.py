@@ -49,6 +49,7 @@ class Program:
             return function(*arguments)
 
         self._jitted = jax.jit(counted, **jit)
+        self.trace = self._jitted.trace
         self.lower = self._jitted.lower
 
     def __call__(self, first: Any, batch: Batch, *rest: Any) -> Any:

@@ -129,12 +129,14 @@ HloModule m
 
 %start (p: bf16[1,512,256]) -> bf16[1,1024,256] {
   %p = bf16[1,512,256]{2,1,0} parameter(0)
-  ROOT %all-gather.1 = bf16[1,1024,256]{2,1,0} all-gather(%p), channel_id=10, replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={1}
+  %all-gather.1 = bf16[1,1024,256]{2,1,0} all-gather(%p), channel_id=10, replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={1}, backend_config={"async_collective_fusion_config":{}}
+  ROOT %custom-call.4 = (bf16[1,512,256]{2,1,0}, bf16[1,1024,256]{2,1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
 }
 
 %done (p: bf16[1,512,256]) -> bf16[1,1024,256] {
   %p = bf16[1,512,256]{2,1,0} parameter(0)
-  ROOT %all-gather.2 = bf16[1,1024,256]{2,1,0} all-gather(%p), channel_id=10, replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={1}
+  %all-gather.2 = bf16[1,1024,256]{2,1,0} all-gather(%p), channel_id=10, replica_groups=mesh['a'=2,'b'=4] {'a'}, dimensions={1}
+  ROOT %custom-call.6 = bf16[1,1024,256]{2,1,0} custom-call(%p, %all-gather.2), custom_call_target="AsyncCollectiveDone"
 }
 
 %body (t: (s32[], bf16[128,1024])) -> (s32[], bf16[128,1024]) {
@@ -145,25 +147,35 @@ HloModule m
   %b = bf16[1,1024,256]{2,1,0} fusion(%w), kind=kCustom, calls=%done
   %k = bf16[1024,256]{1,0} bitcast(%b)
   %convolution.5 = bf16[128,256]{1,0} convolution(%x, %k), dim_labels=bf_io->bf
-  ROOT %r = bf16[128,256]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %r = bf16[128,256]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %i = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %j2 = s32[] add(%j, %one)
+  ROOT %out = (s32[], bf16[128,1024]{1,0}) tuple(%j2, %x)
 }
 
 %condition (t: (s32[], bf16[128,1024])) -> pred[] {
-  %n = s32[]{:T(128)} constant(6)
+  %n = s32[]{:T(128)} constant(13)
   %t = (s32[], bf16[128,1024]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 
 ENTRY %main (p: (s32[], bf16[128,1024])) -> (s32[], bf16[128,1024]) {
-  %p = (s32[], bf16[128,1024]{1,0}) parameter(0)
+  %x = bf16[128,1024]{1,0} parameter(0)
+  %zero = s32[] constant(2)
+  %p = (s32[], bf16[128,1024]{1,0}) tuple(%zero, %x)
   ROOT %while.30 = (s32[], bf16[128,1024]{1,0}) while(%p), condition=%condition, body=%body
 }
 """  # noqa: E501
 
 
 def test_what_the_tpu_compiler_writes():
-    """A product as a convolution, a gather in two halves, a scatter inside a fusion."""
+    """A product as a convolution, a gather in two halves, a scatter in a fusion, a loop unrolled.
+
+    The loop counts from 2 to 13 in steps of 2: 6 rounds.
+    """
     found = hlo.read(TPU, {"fsdp": 2, "tensor": 4})
     assert found.flops == 6 * 2 * 128 * 1024 * 256
     assert found.unknown_loops == 0

@@ -1,0 +1,375 @@
+"""Does a step fit, and what bounds it? Compiled for devices that are not here.
+
+The train, score, prefill and decode programs of a config are lowered and compiled for a topology;
+nothing runs. Three kinds of numbers come out, and the report keeps them apart:
+
+- the compiler's facts: bytes of arguments, results and temporaries of each program on a chip;
+- counts: products of the traced program, and products, traffic and collectives of the compiled one,
+  loops as often as they run (`scale.flops`, `scale.hlo`);
+- estimates: the time, which is the largest of products over peak, traffic over memory bandwidth,
+  and messages over the links of the torus. Real chips reach a part of each peak.
+
+Every completion is assumed to reach the token limit, and every prompt its own.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax import build
+from grpo_jax.config import Config, ConfigError
+from grpo_jax.core.batch import Batch, Counts
+from grpo_jax.data import trajectories
+from grpo_jax.models import cache, hf, hf_config, presets, transformer
+from grpo_jax.scale import chips, flops, hlo, rules
+from grpo_jax.scale import mesh as meshes
+from grpo_jax.train import optimizer as optimizers
+from grpo_jax.train import state as states
+
+SPARE = 0.1  # share of a chip's memory that should stay free
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """One compiled program on one chip, for one call."""
+
+    name: str
+    fits: bool | None  # None: the size of the memory is not known
+    arguments: float  # bytes, the compiler's
+    results: float  # bytes that are not written over arguments, the compiler's
+    temporaries: float  # bytes, the compiler's
+    flops: float  # products of the traced program, over all chips
+    flops_compiled: float  # products of the compiled program on one chip
+    traffic: float  # bytes between a chip and its memory, an estimate
+    collectives: list[dict[str, Any]]
+    seconds: dict[str, float]  # compute, memory, links; empty without peak numbers
+    compile_seconds: float
+    problem: str | None = None  # why it could not be compiled
+
+    @property
+    def bound(self) -> str | None:
+        """What the call waits for most."""
+        return max(self.seconds, key=lambda k: self.seconds[k]) if self.seconds else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All programs of a step on a topology."""
+
+    topology: str
+    chips: int
+    mesh: dict[str, int]
+    rows: int  # of one update
+    width: int  # tokens a row
+    micro_rows: int  # rows a chip sees at one time
+    micro_batches: int
+    parts: dict[str, float]  # bytes a chip holds all the time, by what they are
+    memory: float | None  # bytes of a chip
+    programs: list[ProgramReport]
+    model_flops: float  # of an update without recomputation: three times the forward products
+    mfu: float | None  # estimate, of the train program alone
+    source: str | None  # of the peak numbers
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the program that needs most, with all that stays in memory beside it."""
+        return max(self.needs(p) for p in self.programs)
+
+    def needs(self, program: ProgramReport) -> float:
+        """Bytes a chip holds while a program runs."""
+        if program.problem is not None:
+            return math.inf
+        beside = sum(size for name, size in self.parts.items() if name not in _HELD[program.name])
+        return beside + program.arguments + program.results + program.temporaries
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every program leaves the spare part of the memory free."""
+        if any(program.problem for program in self.programs):
+            return False
+        return None if self.memory is None else self.peak <= (1 - SPARE) * self.memory
+
+
+# What is among a program's arguments already, of the parts that are always there.
+_HELD = {
+    "train": ("parameters", "optimizer"),
+    "score": ("parameters",),
+    "prefill": ("parameters",),
+    "decode": (),
+}
+
+
+def make_plan(config: Config, topology: str) -> Plan:
+    """Compile a config's programs for a topology.
+
+    Raises:
+      ConfigError: the config does not fit the devices, or its model is neither a folder nor known.
+      ValueError: the topology is unknown, or its compiler is not installed.
+    """
+    target = chips.topology(topology)
+    mesh = meshes.make_mesh(config.mesh, target.devices)
+    model = abstract_model(config, mesh)
+    opt = optimizers.build_optimizer(config.optimizer, config.run.steps * config.rollout.updates)
+    shapes = states.abstract(model.loaded.params, opt.transform)
+    places = states.placement(shapes, opt.transform, mesh, say=lambda _: None)
+    state = states.targets(shapes, places)
+    layout = build.build_layout(config, model)
+    compiled = build.policy_steps(config, model, opt, places)
+    rows = config.rollout.rows // config.rollout.updates_per_rollout
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    width = trajectories.bucket_length(longest, config.rollout.length_multiple)
+    if config.packing.enabled:
+        width = config.packing.row_length
+        rows = _packed_rows(config, layout, longest, rows)
+    at_once, parts = layout.rows_at_once(width), layout.micro_batches(rows, width)
+    trips = _trips(config, at_once, width, parts)
+    batch = abstract_batch(rows, width, mesh, compiled)
+    number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(mesh))
+    counts = Counts(tokens=number, sequences=number, positives=number)
+    score = compiled.previous or compiled.reference or compiled.current
+    wanted = {
+        "train": (compiled.train, (state, batch, counts), trips),
+        "score": (score, (state.params, batch), trips),
+        **_sampler(config, model, places),
+    }
+    reports = [
+        _compile(name, program, arguments, rounds, mesh, target.chip)
+        for name, (program, arguments, rounds) in wanted.items()
+    ]
+    resident = {
+        "parameters": shard_bytes(state.params),
+        "optimizer": shard_bytes(state.opt_state),
+    }
+    if compiled.reference is not None:
+        resident["reference"] = resident["parameters"]
+    forward = reports[1].flops
+    train, chip = reports[0], target.chip
+    mfu = None
+    if chip is not None and train.seconds:
+        mfu = 3 * forward / (max(train.seconds.values()) * chip.flops * len(target.devices))
+    return Plan(
+        topology=topology,
+        chips=len(target.devices),
+        mesh=dict(mesh.shape),
+        rows=rows,
+        width=width,
+        micro_rows=at_once,
+        micro_batches=parts,
+        parts=resident,
+        memory=None if chip is None else chip.memory,
+        programs=reports,
+        model_flops=3 * forward,
+        mfu=mfu,
+        source=None if chip is None else chip.source,
+    )
+
+
+def abstract_model(config: Config, mesh: Mesh) -> build.Model:
+    """A model without weights: of a folder with a config.json, or of a known name."""
+    path = config.model.path
+    if Path(path).is_dir():
+        found = hf_config.read_config(path)
+    elif path in presets.PRESETS:
+        found = presets.preset(path)
+    else:
+        raise ConfigError(
+            f"model.path = {path!r} is no folder, and no known model; known are "
+            f"{', '.join(presets.PRESETS)}"
+        )
+    shape = dataclasses.replace(
+        found,
+        param_dtype="float32",
+        compute_dtype=config.model.compute_dtype,
+        remat=config.model.remat,
+    )
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    loaded = hf.LoadedModel(
+        shape,
+        transformer.policy_for(shape),
+        cache.decoder_for(shape, unroll=on_cpu),
+        transformer.abstract_params(shape),
+    )
+    return build.Model(loaded, None, mesh)  # type: ignore[arg-type]
+
+
+def abstract_batch(rows: int, width: int, mesh: Mesh, compiled: build.PolicySteps) -> Batch:
+    """Shapes of what the train step is given."""
+    sharding = rules.batch_sharding(mesh)
+
+    def array(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
+
+    return Batch(
+        tokens=array(jnp.int32),
+        segment_ids=array(jnp.int32),
+        positions=array(jnp.int32),
+        token_mask=array(jnp.bool_),
+        sample_weights=array(jnp.float32),
+        advantages=array(jnp.float32),
+        generation_logprobs=array(jnp.float32),
+        prev_logprobs=None if compiled.previous is None else array(jnp.float32),
+        reference_logprobs=None if compiled.reference is None else array(jnp.float32),
+        rewards=array(jnp.float32),
+    )
+
+
+def _packed_rows(config: Config, layout: Any, longest: int, sequences: int) -> int:
+    """Rows that hold all sequences at their full length."""
+    per_row = max(config.packing.row_length // longest, 1)
+    unit = layout.rows_at_once(config.packing.row_length) * layout.shards
+    least = -(-sequences // per_row)
+    return trajectories.bucket_count(-(-least // unit)) * unit
+
+
+def _trips(config: Config, at_once: int, width: int, parts: int) -> tuple[int, ...]:
+    """Rounds of the loops that end with the data: micro-batches, and chunks of the head."""
+    trained = at_once * min(config.sampling.max_new_tokens, width)
+    chunk = config.rollout.head_chunk
+    chunks = 1 if chunk is None else -(-trained // chunk)
+    return (parts, chunks) if parts > 1 else (chunks,)
+
+
+def _sampler(
+    config: Config, model: build.Model, places: states.Placement
+) -> dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]]:
+    """Prefill of a step's prompts, and one token of all their completions.
+
+    Rows are split over data and fsdp, heads of the cache over tensor, weights by the rules.
+    """
+    decoder, mesh = model.loaded.decoder, model.mesh
+    prompts, group = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
+    if config.engine.rows is not None:
+        prompts = max(1, min(prompts, config.engine.rows // group))
+    shards = meshes.row_shards(mesh)
+    prompts = -(-prompts // shards) * shards
+    longest = config.data.max_prompt_tokens
+    bucket = -(-longest // config.engine.prompt_bucket) * config.engine.prompt_bucket
+    rows = rules.batch_sharding(mesh)
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+
+    weights = _placed(model.loaded.params, places.state.params)
+    prepared = jax.eval_shape(decoder.prepare, model.loaded.params)
+    prepared = _placed(prepared, rules.partition(prepared, mesh, say=lambda _: None))
+    length = bucket + config.sampling.max_new_tokens
+    slots = jax.eval_shape(lambda: decoder.init_cache(prompts * group, length))
+    held = _placed(slots, jax.tree.map(lambda x: _cache_place(x, mesh), slots))
+    small = jax.eval_shape(lambda: decoder.init_cache(prompts, length))
+    small = jax.tree.map(lambda x: _cache_place(x, mesh), small)
+
+    def prefill(params: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+        return decoder.prefill(
+            decoder.prepare(params), tokens, lengths, decoder.init_cache(prompts, length)
+        )
+
+    read = jax.jit(prefill, out_shardings=(rows, small))
+    step = jax.jit(
+        decoder.step, donate_argnums=3, out_shardings=(rows, jax.tree.map(_sharding, held))
+    )
+    n = prompts * group
+    return {
+        "prefill": (read, (weights, ints(prompts, bucket), ints(prompts)), (1,)),
+        "decode": (step, (prepared, ints(n), ints(n), held), (1,)),
+    }
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    return jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places
+    )
+
+
+def _sharding(x: Any) -> Any:
+    return x.sharding
+
+
+def _cache_place(x: Any, mesh: Mesh) -> NamedSharding:
+    """Slots [N, (L,) K, S, hd]: rows over data and fsdp, heads over tensor where they divide."""
+    heads = "tensor" if x.shape[-3] % mesh.shape["tensor"] == 0 else None
+    between = (None,) * (x.ndim - 4)
+    return NamedSharding(mesh, PartitionSpec(meshes.ROW_AXES, *between, heads))
+
+
+def shard_bytes(tree: Any) -> float:
+    """Bytes that one device holds of a tree of placed arrays, or of shapes with places."""
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+        )
+    )
+
+
+def _compile(
+    name: str,
+    program: Any,
+    arguments: tuple[Any, ...],
+    trips: tuple[int, ...],
+    mesh: Mesh,
+    chip: chips.Chip | None,
+) -> ProgramReport:
+    """Compile one program and count what it does."""
+    begin = time.perf_counter()
+    traced = program.trace(*arguments)
+    products = flops.count(traced.jaxpr, while_trips=trips)
+    try:
+        compiled = traced.lower().compile()
+    except Exception as error:
+        problem = _out_of_memory(error)
+        if problem is None:
+            raise
+        seconds = time.perf_counter() - begin
+        return ProgramReport(
+            name, False, 0.0, 0.0, 0.0, products, 0.0, 0.0, [], {}, seconds, problem
+        )
+    seconds = time.perf_counter() - begin
+    stats, found = (
+        compiled.memory_analysis(),
+        hlo.read(compiled.as_text(), dict(mesh.shape), unknown_trips=trips),
+    )
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    held = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    return ProgramReport(
+        name=name,
+        fits=None if chip is None else held <= chip.memory,
+        arguments=float(stats.argument_size_in_bytes),
+        results=float(results),
+        temporaries=float(stats.temp_size_in_bytes),
+        flops=products,
+        flops_compiled=found.flops,
+        traffic=found.bytes,
+        collectives=[c._asdict() for c in found.collectives],
+        seconds=_roofline(products / mesh.size, found, chip),
+        compile_seconds=seconds,
+    )
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """The compiler's own sentence, where it refuses a program for its size."""
+    found = re.search(r"Used [\d.]+\w+ of [\d.]+\w+ hbm[^\n]*", str(error))
+    return found[0] if found else None
+
+
+def _roofline(products: float, found: hlo.Program, chip: chips.Chip | None) -> dict[str, float]:
+    """Seconds that each resource is busy at its peak; nothing is assumed of their overlap.
+
+    compute = products / peak · memory = traffic / bandwidth
+    links   = messages of a chip / (what it sends ÷ dimensions of the torus): a mesh axis lies along
+              one dimension of the torus
+    """
+    if chip is None:
+        return {}
+    sent = sum(c.bytes for c in found.collectives)
+    return {
+        "compute": products / chip.flops,
+        "memory": found.bytes / chip.memory_bandwidth,
+        "links": sent / (chip.link_bandwidth / chip.dimensions),
+    }

@@ -1,0 +1,245 @@
+"""Plans against what the same programs are when they run, on devices of this machine."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax import cli, plan, plan_report
+from grpo_jax import config as configs
+from grpo_jax.models import transformer
+from grpo_jax.scale import chips
+from grpo_jax.train import optimizer, state
+
+CONFIG = configs.from_dict(
+    {
+        "model": {"path": "tiny", "remat": "full"},
+        "data": {"max_prompt_tokens": 32},
+        "sampling": {"max_new_tokens": 32},
+        "rollout": {
+            "prompts_per_step": 4,
+            "completions_per_prompt": 4,
+            "micro_batch_size": 1,
+            "head_chunk": 16,
+        },
+        "mesh": {"fsdp": 2, "tensor": 2},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> plan.Plan:
+    return plan.make_plan(CONFIG, "cpu:4")
+
+
+def program(found: plan.Plan, name: str) -> plan.ProgramReport:
+    return next(p for p in found.programs if p.name == name)
+
+
+def test_the_shape_of_the_work(found):
+    assert found.chips == 4 and found.mesh == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert (found.rows, found.width, found.micro_rows, found.micro_batches) == (16, 64, 1, 8)
+
+
+def test_memory_is_that_of_the_state_when_it_exists(found):
+    """Bytes on one device of a state that is really made; and the compiler's arguments agree."""
+    mesh = jax.make_mesh(
+        (1, 2, 2), ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[:4],
+    )  # fmt: skip
+    model = plan.abstract_model(CONFIG, mesh)
+    opt = optimizer.build_optimizer(CONFIG.optimizer, 100)
+    made, _ = state.born_sharded(
+        lambda: transformer.init_params(model.loaded.config, jax.random.key(0)),
+        transform=opt.transform,
+        mesh=mesh,
+    )
+    first = mesh.devices.flat[0]
+
+    def held(tree) -> int:
+        return sum(
+            shard.data.nbytes
+            for x in jax.tree.leaves(tree)
+            for shard in x.addressable_shards
+            if shard.device == first
+        )
+
+    assert found.parts["parameters"] == held(made.params)
+    assert found.parts["optimizer"] == held(made.opt_state)
+    assert found.parts["reference"] == held(made.params)  # a KL penalty is on by default
+    batch = 16 * 64 / 2 * (3 * 4 + 1 + 5 * 4)  # ids, mask, floats: half of the rows each
+    train = held(made) + batch + 3 * 4
+    assert program(found, "train").arguments == pytest.approx(train, abs=64)
+    assert found.needs(program(found, "train")) == pytest.approx(
+        program(found, "train").arguments
+        + found.parts["reference"]
+        + program(found, "train").results
+        + program(found, "train").temporaries
+    )
+
+
+def test_products_are_those_on_paper(found):
+    """2 · weights · tokens forward, plus attention over all pairs and the head on what is trained.
+
+    The train step has a forward pass, its repetition (remat, chunked head) and two products for
+    each; of a layer's repetition the last product is not needed again.
+    """
+    shape = plan.abstract_model(CONFIG, one_device()).loaded.config
+    tokens = found.rows * found.width
+    d, f, heads, kv, hd = 64, 160, 4, 2, 16
+    layer = 2 * tokens * (d * heads * hd * 2 + d * kv * hd * 2 + 3 * d * f)
+    attention = 2 * 2 * tokens * found.width * heads * hd
+    trained = found.rows * 32
+    head = 2 * trained * d * shape.vocab_size
+    score, train = program(found, "score"), program(found, "train")
+    angles = 2 * tokens * hd / 2  # of RoPE, once a forward pass
+    assert score.flops == shape.num_layers * (layer + attention) + head + angles
+    last = 2 * tokens * d * f
+    assert train.flops == (shape.num_layers * (4 * (layer + attention) - last) + 4 * head + angles)
+    assert found.model_flops == 3 * score.flops
+
+
+def one_device():
+    return jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", ["train", "score", "prefill", "decode"])
+def test_the_compiled_program_has_the_products_of_the_traced_one(found, name):
+    """A twentieth of room: the partitioner repeats small products, or folds some away."""
+    one = program(found, name)
+    assert one.flops_compiled == pytest.approx(one.flops / found.chips, rel=0.05)
+
+
+def test_parameters_are_gathered_over_fsdp_and_activations_reduced_over_tensor(found):
+    kinds = {(c["kind"], c["axes"]) for c in program(found, "train").collectives}
+    assert ("all-gather", "fsdp") in kinds and ("all-reduce", "tensor") in kinds
+
+
+def test_the_cache_is_among_the_arguments_of_a_decode_step(found):
+    """2 layers, keys and values, 16 completions over 2 shards, 1 of 2 heads, 64 + 32 positions."""
+    shape = plan.abstract_model(CONFIG, one_device()).loaded.config
+    slots = 2 * 2 * 8 * 1 * (64 + 32) * 16 * 4
+    weights = sum(x.size for x in jax.tree.leaves(transformer.abstract_params(shape)))
+    decode = program(found, "decode")
+    assert slots + weights <= decode.arguments <= slots + 4 * weights
+    assert decode.results < 0.2 * slots + 16 * shape.vocab_size * 4  # the cache is written in place
+
+
+def test_estimates_follow_the_table(found):
+    """Each resource's time is its work over its peak, and the larger one binds."""
+    chip = chips.CHIPS["v5e"]
+    sent = {"kind": "all-gather", "axes": "fsdp", "times": 1, "bytes": 5e9}
+    from grpo_jax.scale import hlo
+
+    work = hlo.Program(1e12, 8.19e11, [hlo.Collective(**sent)], 0)
+    seconds = plan._roofline(1.97e14 / 2, work, chip)
+    assert seconds == pytest.approx({"compute": 0.5, "memory": 1.0, "links": 0.05})
+    assert dataclasses.replace(found.programs[0], seconds=seconds).bound == "memory"
+
+
+def test_without_peak_numbers_nothing_is_estimated(found):
+    assert found.fits is None and found.mfu is None
+    assert "ESTIMATE" not in "\n".join(plan_report.lines(found))
+
+
+def test_what_does_not_fit_says_so(found):
+    small = dataclasses.replace(found, memory=found.peak * 1.05)  # less than the spare tenth
+    assert small.fits is False and "DOES NOT FIT" in "\n".join(plan_report.lines(small))
+    large = dataclasses.replace(found, memory=found.peak * 1.2)
+    assert large.fits is True and "fits: 83%" in "\n".join(plan_report.lines(large))
+    refused = dataclasses.replace(found.programs[0], problem="Used 20.1G of 15.75G hbm.")
+    broken = dataclasses.replace(large, programs=[refused])
+    assert broken.fits is False and "does not compile: Used 20.1G" in "\n".join(
+        plan_report.lines(broken)
+    )
+    assert json.loads(plan_report.to_json(broken))["peak"] is None
+
+
+def test_the_compilers_refusal_is_recognised():
+    error = RuntimeError(
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
+        "Used 20.15G of 15.75G hbm. Exceeded\n…"
+    )
+    assert plan._out_of_memory(error) == "Used 20.15G of 15.75G hbm. Exceeded"
+    assert plan._out_of_memory(RuntimeError("something else")) is None
+
+
+def test_the_json_holds_what_the_page_says(found):
+    read = json.loads(plan_report.to_json(found))
+    assert read["chips"] == 4 and read["fits"] is None
+    assert [p["name"] for p in read["programs"]] == ["train", "score", "prefill", "decode"]
+    assert read["programs"][0]["needs"] == found.needs(found.programs[0])
+    assert np.isclose(read["peak"], found.peak)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e", "is not CHIP:SHAPE"),
+        ("h200:8", "no peak numbers of a chip 'h200' are known; there are v5e, v5p, v6e and cpu"),
+        ("cpu:99", "needs 99 CPU devices and there are 8; set JAX_NUM_CPU_DEVICES=99"),
+    ],
+)
+def test_unknown_topologies_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        chips.topology(name)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ,
+    reason="the TPU compiler is here",
+)
+def test_without_the_tpu_compiler_the_extra_is_named():
+    with pytest.raises(
+        ValueError, match=r"the TPU compiler is not here .* pip install 'jax\[tpu\]'"
+    ):
+        chips.topology("v5e:2x2")
+
+
+def test_an_unknown_model_names_those_that_are_known():
+    wrong = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, path="nowhere"))
+    with pytest.raises(configs.ConfigError, match="is no folder, and no known model; known are"):
+        plan.make_plan(wrong, "cpu:4")
+
+
+def test_rows_that_do_not_divide_are_refused_before_anything_is_compiled():
+    wrong = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, fsdp=8, tensor=1))
+    wrong = dataclasses.replace(
+        wrong, rollout=dataclasses.replace(wrong.rollout, micro_batch_size=4)
+    )
+    with pytest.raises(configs.ConfigError, match="use a multiple of 32"):
+        plan.make_plan(wrong, "cpu:8")
+
+
+def test_a_search_ranks_what_it_compiled(monkeypatch, found, capsys):
+    """Stand-ins for the compiled plans: the order is what is tested."""
+    times = {1: 3.0, 2: 1.0, 4: 2.0}
+
+    def quick(config, topology):
+        if config.mesh.tensor == 4:
+            raise configs.ConfigError("heads do not divide")
+        timed = dataclasses.replace(
+            found.programs[0], seconds={"compute": times[config.mesh.tensor]}
+        )
+        small = config.mesh.tensor == 2 and config.rollout.micro_batch_size == 4
+        return dataclasses.replace(found, programs=[timed], memory=found.peak * (1 if small else 2))
+
+    monkeypatch.setattr(plan, "make_plan", quick)
+    ranked = plan_report.search(CONFIG, "cpu:4")
+    assert [(c.mesh["tensor"], c.plan is not None) for c in ranked][0] == (2, True)
+    assert ranked[-1].problem == "heads do not divide"
+    assert plan_report.main(CONFIG, "cpu:4", None, True) == 0
+    assert "heads do not divide" in capsys.readouterr().out
+
+
+def test_the_command(tmp_path, capsys, monkeypatch, found):
+    monkeypatch.setattr(plan, "make_plan", lambda config, topology: found)
+    path, out = tmp_path / "config.yaml", tmp_path / "plan.json"
+    path.write_text(configs.dump(CONFIG))
+    assert cli.main(["plan", str(path), "--topology", "cpu:4", "--out", str(out)]) == 0
+    assert "4 chips as fsdp 2 × tensor 2" in capsys.readouterr().out
+    assert json.loads(out.read_text())["topology"] == "cpu:4"
