@@ -12,8 +12,8 @@ def clip_through(values: Array, low: Array | float, high: Array | float) -> Arra
 
     `jnp.clip` gives 1/2 on a bound, which shows wherever a ratio sits exactly on 1 ± ε.
     """
-    inside = (values >= low) & (values <= high)
-    return jnp.where(inside, values, jax.lax.stop_gradient(jnp.clip(values, low, high)))
+    low, high = jnp.asarray(low, values.dtype), jnp.asarray(high, values.dtype)
+    return jnp.where(values < low, low, jnp.where(values > high, high, values))
 
 
 def largest_exponent(dtype: jnp.dtype) -> float:
@@ -27,7 +27,7 @@ def cap_exponent(exponent: Array, cap: Array | float | None = None) -> Array:
     Infinite and NaN exponents are faults of the input and pass through, so that they stay visible.
     """
     cap = largest_exponent(exponent.dtype) if cap is None else cap
-    over = (exponent > cap) & jnp.isfinite(exponent)
+    over = (exponent > cap) & (exponent < jnp.inf)
     return jnp.where(over, jnp.asarray(cap, exponent.dtype), exponent)
 
 
@@ -37,10 +37,13 @@ def capped_exp(exponent: Array, cap: Array | float | None = None) -> Array:
 
 
 def _even_and_odd(x: Array) -> tuple[Array, Array]:
-    """Even and odd part of e^x − 1 − x as series to x¹¹: exact to rounding for |x| ≤ 1/4."""
+    """Even and odd part of e^x − 1 − x as series, exact to rounding for |x| ≤ 1/4.
+
+    To x¹³, and to x⁷ in float32: what is left out is below 2e-17 and 1.2e-8 of the result.
+    """
     square = x * x
     even, odd = jnp.zeros_like(x), jnp.zeros_like(x)
-    for power in (10, 8, 6, 4, 2):
+    for power in (6, 4, 2) if x.dtype == jnp.float32 else (12, 10, 8, 6, 4, 2):
         even = (even + 1 / math.factorial(power)) * square
         odd = (odd + 1 / math.factorial(power + 1)) * square
     return even, odd * x
@@ -72,7 +75,7 @@ def both_ways(x: Array) -> tuple[Array, Array, Array, Array]:
     """
     big = math.exp(largest_exponent(x.dtype))
     up = jnp.exp(x)
-    up = jnp.where(jnp.isfinite(x), jnp.minimum(up, big), up)
+    up = jnp.where((up > big) & (x < jnp.inf), big, up)
     # `maximum` keeps 1/e^x finite, and keeps XLA from making a second exponential out of it.
     down = jnp.where(jnp.isneginf(x), jnp.inf, 1 / jnp.maximum(up, 1 / big))
     even, odd = _even_and_odd(x)
@@ -83,3 +86,16 @@ def both_ways(x: Array) -> tuple[Array, Array, Array, Array]:
         jnp.where(near, even + odd, up - 1 - x),
         jnp.where(near, even - odd, down - 1 + x),
     )
+
+
+def log1p(x: Array) -> Array:
+    """log(1 + x) for x ≥ 0, to rounding, at half the price of `jnp.log1p`.
+
+        log(1 + x) = log u + (x − (u − 1)) / u,   u = 1 + x as rounded
+
+    The correction only counts where u is near 1, so it is taken undivided below u = 2: the
+    difference is at most half a unit in the last place. Nothing here is differentiated.
+    """
+    # `abs` changes nothing; without it XLA takes u − 1 for x.
+    rounded = jnp.abs(1 + x)
+    return jnp.log(rounded) + jnp.where(rounded < 2, x - (rounded - 1), 0)

@@ -137,9 +137,10 @@ def importance_weights(
     """
     log_weight = previous - generation
     # The gates ignore what is not finite, as the torch reference does; v itself does not.
-    finite = jnp.where(jnp.isfinite(log_weight), log_weight, 0)
-    log_geometric = sequences.mean(finite, actor.tokens)
-    product, _ = _weight(sequences.sum(finite * actor.tokens), config)
+    finite = jnp.where(jnp.isfinite(log_weight), log_weight * actor.tokens, 0)
+    log_product = sequences.sum(finite)
+    log_geometric = log_product / (sequences.sum(actor.tokens) + reductions.EPSILON)
+    product, _ = _weight(log_product, config)
     if config.sequence_level_importance_ratios:
         log_weight = sequences.spread(sequences.sum(log_weight * actor.weights))
     value, overflow = _weight(log_weight, config)

@@ -1,8 +1,9 @@
 """Every metric of the loss, and what each is divided by, in one table.
 
-The loss returns *raw* metrics: sums and extrema over the rows that it saw. `merge_metrics` adds two
-sets (micro-batches, row blocks, devices), `finalize_metrics` divides once. So any cut of a batch
-gives the same numbers as the whole.
+Each token or sequence makes a *contribution*; `total` adds them up to *raw* metrics, sums and
+extrema over the rows that the loss saw. `merge_metrics` adds two sets, of contributions (row
+blocks) or of raw metrics (micro-batches, devices), `finalize_metrics` divides once. So any cut of a
+batch gives the same numbers as the whole.
 
 Symbols: m weight of a token (token mask times sample weight, after exclusion), m_s weight of a
 sequence, v importance weight, ρ ratio, A advantage, c/p/g current/previous/sampler log-probability.
@@ -27,6 +28,7 @@ Normaliser = Literal[
     "retained_tokens",  # tokens that the loss kept
     "loss",  # divided already, by what the loss divides by
     "none",  # a raw count or sum
+    "histogram",  # a raw count for each bin
     "min",
     "max",
 ]
@@ -75,7 +77,7 @@ TABLE: dict[str, Entry] = {
     "is_weight_raw_max": Entry("max"),
     "is_weight_sum": Entry("none"),
     "is_weight_square_sum": Entry("none"),
-    "is_geometric_ratio_histogram": Entry("none"),
+    "is_geometric_ratio_histogram": Entry("histogram"),
     # Current against previous policy.
     "probs_ratio": Entry("tokens", retained=True),
     "probs_ratio_clamped": Entry("tokens", retained=True),
@@ -138,7 +140,7 @@ def _quantiles(bins: Array) -> Metrics:
 
 
 def merge_metrics(first: Metrics, second: Metrics) -> Metrics:
-    """Combine the raw metrics of two parts of a batch: sums add, extrema meet.
+    """Combine the metrics, or the contributions, of two parts of a batch: sums add, extrema meet.
 
     Raises:
       ValueError: the two parts were not computed with the same options.
@@ -159,6 +161,22 @@ def neutral(name: str) -> float:
     """What a part of a batch without any token adds to a raw metric: nothing."""
     entry = TABLE.get(name)
     return {"min": jnp.inf, "max": -jnp.inf}.get(entry.normaliser if entry else "none", 0.0)
+
+
+def total(contributions: Metrics) -> Metrics:
+    """Raw metrics out of what each token or sequence contributes, arrays of any shape."""
+    raw: Metrics = {}
+    for name, values in contributions.items():
+        match TABLE[name].normaliser:
+            case "histogram":
+                raw[name] = values
+            case "min":
+                raw[name] = jnp.min(values, initial=jnp.inf)
+            case "max":
+                raw[name] = jnp.max(values, initial=-jnp.inf)
+            case _:
+                raw[name] = jnp.sum(values)
+    return raw
 
 
 def sum_metrics(stacked: Metrics) -> Metrics:
@@ -232,7 +250,7 @@ def finalize_metrics(
     result: Metrics = {}
     for name, value in metrics.items():
         entry = TABLE[name]
-        if name == "is_geometric_ratio_histogram":
+        if entry.normaliser == "histogram":
             result |= _quantiles(value)
             continue
         if entry.normaliser == "loss":

@@ -29,7 +29,7 @@ class View(NamedTuple):
     actor: masks.ActorMasks  # after support exclusion and rejection
     whole: masks.ActorMasks  # after rejection only: the KL term, and the denominators
     sequences: reductions.Sequences
-    counters: dict[str, Array]  # what exclusion and rejection did; raw metrics
+    counters: dict[str, Array]  # what exclusion and rejection did; contributions to metrics
 
 
 def view_batch(
@@ -46,11 +46,8 @@ def view_batch(
     previous = jax.lax.stop_gradient(_previous(current, batch, config))
     generation = jax.lax.stop_gradient(batch.generation_logprobs)
     whole = masks.batch_masks(batch, sequences, dtype)
-    counters = {
-        "batch_tokens": jnp.sum(whole.weights),
-        "batch_sequences": jnp.sum(whole.sequences),
-    }
-    actor, valid = whole, jnp.ones(whole.weights.shape, bool)
+    counters = {"batch_tokens": whole.weights, "batch_sequences": whole.sequences}
+    actor, valid = whole, None
     if filtering_on:
         valid = masks.policy_support(current, previous, generation)
         actor = masks.narrow(whole, valid, sequences)
@@ -59,13 +56,14 @@ def view_batch(
         left = masks.keep_sequences(actor, keep, sequences)
         counters |= _rejection_counters(actor, left)
         actor, whole = left, masks.keep_sequences(whole, keep, sequences)
+    # A rejected sequence counts as filtered before the loss: its tokens are not "excluded".
+    excluded = jnp.zeros((), bool) if valid is None else (whole.weights != 0) & ~valid
     counters |= {
-        # A rejected sequence counts as filtered before the loss: its tokens are not "excluded".
-        "policy_support_excluded_tokens": jnp.sum((whole.weights != 0) & ~valid, dtype=dtype),
-        "kept_tokens": jnp.sum(whole.weights),
-        "kept_sequences": jnp.sum(whole.sequences),
-        "retained_tokens": jnp.sum(actor.weights),
-        "num_valid_samples": jnp.sum(actor.sequences),
+        "policy_support_excluded_tokens": excluded.astype(dtype),
+        "kept_tokens": whole.weights,
+        "kept_sequences": whole.sequences,
+        "retained_tokens": actor.weights,
+        "num_valid_samples": actor.sequences,
     }
     on = actor.weights != 0
     return View(
@@ -113,7 +111,7 @@ def _agreement(
 
 def _rejection_counters(before: masks.ActorMasks, left: masks.ActorMasks) -> dict[str, Array]:
     return {
-        "num_masked_seqs_by_logprob_error": jnp.sum(before.sequences - left.sequences),
-        "seq_logprob_error_valid_tokens": jnp.sum(left.weights),
-        "seq_logprob_error_valid_seqs": jnp.sum(left.sequences),
+        "num_masked_seqs_by_logprob_error": before.sequences - left.sequences,
+        "seq_logprob_error_valid_tokens": left.weights,
+        "seq_logprob_error_valid_seqs": left.sequences,
     }

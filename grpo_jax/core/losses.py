@@ -91,10 +91,12 @@ def clipped_pg_loss(
     """
     _check_inputs(scores, batch, counts, config, filtering_on)
     reductions.check_slots(batch.segment_ids, max_segments)
-    rows_loss = functools.partial(_rows_loss, filtering_on=filtering_on, max_segments=max_segments)
+    of_rows = functools.partial(
+        _contributions, filtering_on=filtering_on, max_segments=max_segments
+    )
     if row_block is None or config.positive_nll_local_count:
-        return rows_loss(scores, batch, counts, config)
-    return row_blocks.in_blocks(rows_loss, scores, batch, counts, config, row_block)
+        return _total(of_rows(scores, batch, counts, config), counts, config)
+    return row_blocks.in_blocks(of_rows, _total, scores, batch, counts, config, row_block)
 
 
 def survivor_counts(
@@ -124,8 +126,8 @@ def survivor_counts(
     weights = _importance_weights(view, config)
     tokens, sequences = measures.survivors(view, weights, config)
     if config.token_level_loss:
-        return Survivors(tokens, view.counters["kept_tokens"])
-    return Survivors(sequences, view.counters["kept_sequences"])
+        return Survivors(jnp.sum(tokens), jnp.sum(view.counters["kept_tokens"]))
+    return Survivors(jnp.sum(sequences), jnp.sum(view.counters["kept_sequences"]))
 
 
 def _check_inputs(
@@ -184,7 +186,7 @@ def _refuse_missing(*cases: tuple[bool, str]) -> None:
             raise ValueError(f"the loss needs {message}")
 
 
-def _rows_loss(
+def _contributions(
     scores: TokenScores,
     batch: Batch,
     counts: Counts,
@@ -192,38 +194,46 @@ def _rows_loss(
     *,
     filtering_on: bool,
     max_segments: int,
-) -> tuple[Array, Metrics]:
-    """The loss of some rows: everything between the door and the sum over rows."""
+) -> Metrics:
+    """What each token or sequence of some rows adds to the loss's parts and to the metrics.
+
+    Everything between the door and the sum over rows: `_total` adds up and divides.
+    """
     view = exclusion.view_batch(scores, batch, config, filtering_on, max_segments)
     terms = _surrogate_terms(view, config)
     weights = _importance_weights(view, config)
-    denominators = _denominators(counts, config)
     corrected = terms.loss
     if config.use_importance_sampling_correction:
         corrected = weights.weights * terms.loss
-    actor = _reduce(corrected, view.actor, denominators.actor, view, config)
-    kl_term = _kl_term(scores, batch, denominators.kl, view, config)
-    nll = _positive_nll(batch, counts, view, config)
-    entropy = _entropy_term(scores, denominators.actor, view, config)
-    loss = (
-        actor
-        + config.reference_policy_kl_penalty * kl_term
-        + config.positive_example_nll_weight * nll
-        - config.entropy_bonus * entropy
-    )
     parts = {
-        "loss": loss,
-        "actor_loss": actor,
-        "kl_penalty": kl_term,
-        "positive_nll_loss": nll,
-        "entropy_term": entropy,
+        "actor_loss": _weigh(corrected, view.actor, view, config),
+        "kl_penalty": _kl_term(scores, batch, view, config),
+        "positive_nll_loss": _positive_nll(batch, counts, view, config),
+        "entropy_term": _entropy_term(scores, view, config),
     }
     still = jax.lax.stop_gradient
     view = view._replace(current=still(view.current))
     measured = measures.measure(
         scores, view, surrogates.Terms(*still(tuple(terms))), weights, config
     )
-    return loss, still(diagnostics.select_level(parts | view.counters | measured, config))
+    return diagnostics.select_level(parts | view.counters | measured, config)
+
+
+def _total(contributions: Metrics, counts: Counts, config: LossConfig) -> tuple[Array, Metrics]:
+    """The loss and the raw metrics, once the contributions of all rows are there."""
+    metrics = diagnostics.total(contributions)
+    denominators = _denominators(counts, config)
+    for name in ("actor_loss", "entropy_term"):
+        metrics[name] = metrics[name] / (denominators.actor + reductions.EPSILON)
+    metrics["kl_penalty"] = metrics["kl_penalty"] / (denominators.kl + reductions.EPSILON)
+    metrics |= measures.bounded_extrema(metrics, config)
+    metrics["loss"] = (
+        metrics["actor_loss"]
+        + config.reference_policy_kl_penalty * metrics["kl_penalty"]
+        + config.positive_example_nll_weight * metrics["positive_nll_loss"]
+        - config.entropy_bonus * metrics["entropy_term"]
+    )
+    return metrics["loss"], jax.lax.stop_gradient(metrics)
 
 
 def _surrogate_terms(view: exclusion.View, config: LossConfig) -> surrogates.Terms:
@@ -254,14 +264,10 @@ def _denominators(counts: Counts, config: LossConfig) -> Survivors:
     return Survivors(total, total)
 
 
-def _reduce(
-    values: Array,
-    used: masks.ActorMasks,
-    denominator: Array,
-    view: exclusion.View,
-    config: LossConfig,
+def _weigh(
+    values: Array, used: masks.ActorMasks, view: exclusion.View, config: LossConfig
 ) -> Array:
-    """Reduce a loss per token to the partial sum that this config divides.
+    """Turn a loss per token into contributions to the sum that this config divides by N.
 
         token:     Σ x m / N_tok
         sequence:  Σ_i m_s (Σ_t x m_t / Σ_t m_t) / N_seq
@@ -270,18 +276,16 @@ def _reduce(
     Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv:2503.20783.
     """
     if config.token_level_loss:
-        return jnp.sum(values * used.weights) / (denominator + reductions.EPSILON)
+        return values * used.weights
     if config.loss_normalizer is None:
         rows = view.sequences.mean(values, used.tokens)
     else:
         rows = view.sequences.sum(values * used.tokens) / config.loss_normalizer
-    return jnp.sum(rows * used.sequences) / (denominator + reductions.EPSILON)
+    return rows * used.sequences
 
 
-def _kl_term(
-    scores: TokenScores, batch: Batch, denominator: Array, view: exclusion.View, config: LossConfig
-) -> Array:
-    """Reduced KL to the frozen reference, without β, over every token but rejected sequences.
+def _kl_term(scores: TokenScores, batch: Batch, view: exclusion.View, config: LossConfig) -> Array:
+    """KL to the frozen reference, without β, over every token but rejected sequences.
 
         w = e^(c − sg(c)), or e^(c − g) with the on-policy approximation
         k = clip(w · estimator(clip(r − c)))
@@ -309,7 +313,7 @@ def _kl_term(
         output_clamp=config.kl_output_clamp_value,
         weights=weight,
     )
-    return _reduce(per_token, view.whole, denominator, view, config)
+    return _weigh(per_token, view.whole, view, config)
 
 
 def _kl_weight(log_weight: Array) -> Array:
@@ -333,13 +337,11 @@ def _positive_nll(batch: Batch, counts: Counts, view: exclusion.View, config: Lo
     total = counts.positives
     if config.positive_nll_local_count or total is None:
         total = jnp.sum(positive)
-    return -jnp.sum(view.current * positive) / (total + reductions.EPSILON)
+    return -view.current * positive / (total + reductions.EPSILON)
 
 
-def _entropy_term(
-    scores: TokenScores, denominator: Array, view: exclusion.View, config: LossConfig
-) -> Array:
-    """Mean entropy of the policy at the actor's tokens, nats; the loss subtracts it.
+def _entropy_term(scores: TokenScores, view: exclusion.View, config: LossConfig) -> Array:
+    """Entropy of the policy at the actor's tokens, nats; the loss subtracts it.
 
     Source: Mnih et al. 2016, arXiv:1602.01783.
     """
@@ -347,4 +349,4 @@ def _entropy_term(
         return jnp.zeros((), view.current.dtype)
     assert scores.entropy is not None  # checked at the door
     entropy = jnp.where(view.actor.weights != 0, scores.entropy, 0).astype(view.current.dtype)
-    return _reduce(entropy, view.actor, denominator, view, config)
+    return _weigh(entropy, view.actor, view, config)

@@ -14,8 +14,10 @@ from grpo_jax.core.batch import Batch, Counts
 
 def loss_weights(token_mask: Array, sample_weights: Array, dtype: jnp.dtype) -> Float[Array, "B T"]:
     """Weight of each token: mask times sample weight, and exactly 0 where either is 0."""
-    mask = token_mask.astype(dtype)
     weights = sample_weights.astype(dtype)
+    if token_mask.dtype == bool:
+        return jnp.where(token_mask, weights, 0)
+    mask = token_mask.astype(dtype)
     return jnp.where((mask != 0) & (weights != 0), mask * weights, 0)
 
 
@@ -47,7 +49,7 @@ def batch_masks(batch: Batch, sequences: reductions.Sequences, dtype: jnp.dtype)
     inside = batch.segment_ids > 0
     weights = jnp.where(inside, batch.sample_weights, 0).astype(dtype)
     return ActorMasks(
-        tokens=jnp.where(batch.token_mask != 0, batch.token_mask, 0).astype(dtype),
+        tokens=batch.token_mask.astype(dtype),
         sequences=sequences.max(weights),
         weights=loss_weights(batch.token_mask, weights, dtype),
     )

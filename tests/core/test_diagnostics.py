@@ -108,3 +108,18 @@ def test_retained_means_are_per_token_that_the_loss_kept():
     np.testing.assert_allclose(
         found["gen_kl_error"], found["gen_kl_error_retained"] * share, rtol=1e-7
     )
+
+
+def test_contributions_of_two_parts_may_be_merged_before_or_after_they_are_added_up():
+    rng = np.random.default_rng(0)
+    names = ("loss", "probs_ratio_min", "probs_ratio_max", "is_geometric_ratio_histogram")
+    parts = [{n: jnp.asarray(rng.standard_normal((2, 3))) for n in names} for _ in range(2)]
+    before = diagnostics.total(diagnostics.merge_metrics(*parts))
+    after = diagnostics.merge_metrics(*map(diagnostics.total, parts))
+    both = {n: np.stack([p[n] for p in parts]) for n in names}
+    for merged in (before, after):
+        np.testing.assert_allclose(merged["loss"], both["loss"].sum(), rtol=1e-6)
+        assert merged["probs_ratio_min"] == both["probs_ratio_min"].min()
+        assert merged["probs_ratio_max"] == both["probs_ratio_max"].max()
+        histogram = merged["is_geometric_ratio_histogram"]  # its entries are bins
+        np.testing.assert_allclose(histogram, both["is_geometric_ratio_histogram"].sum(0))
