@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
@@ -112,8 +112,8 @@ class EvalOptions:
 
     checkpoint: str | None = None
     """Run folder whose checkpoint is evaluated; without it the model of the config is."""
-    step: int | None = None
-    """Step of the checkpoint; the newest one by default."""
+    step: int | Literal["best"] | None = None
+    """Step of the checkpoint, or `best` by checkpoint.metric; the newest one by default."""
     out: str | None = None
     """File for the results as JSON."""
 
@@ -140,8 +140,8 @@ class SampleOptions:
     """How many completions to draw."""
     checkpoint: str | None = None
     """Run folder whose checkpoint is sampled from; without it the model of the config is."""
-    step: int | None = None
-    """Step of the checkpoint; the newest one by default."""
+    step: int | Literal["best"] | None = None
+    """Step of the checkpoint, or `best` by checkpoint.metric; the newest one by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +152,8 @@ class ExportOptions:
     """Run folder."""
     out: Annotated[str, tyro.conf.Positional]
     """Folder to write; it must not exist yet."""
-    step: int | None = None
-    """Step of the checkpoint; the newest one by default."""
+    step: int | Literal["best"] | None = None
+    """Step of the checkpoint, or `best` by checkpoint.metric; the newest one by default."""
     dtype: str = "float32"
     """float32 or bfloat16."""
 

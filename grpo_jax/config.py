@@ -30,7 +30,7 @@ from grpo_jax.scale.mesh import MeshConfig
 from grpo_jax.scale.multihost import ProcessesConfig
 from grpo_jax.train.checkpoint import CheckpointConfig
 from grpo_jax.train.critic import CriticConfig
-from grpo_jax.train.evaluate import EvaluateConfig
+from grpo_jax.train.evaluate import EvaluateConfig, metric_names
 from grpo_jax.train.filters import FiltersConfig
 from grpo_jax.train.loop import RunConfig
 from grpo_jax.train.optimizer import OptimizerConfig
@@ -303,7 +303,42 @@ def validate(config: Config) -> list[str]:
                 "always a constant group, so nothing would be left; set it to false"
             )
     _check_estimator(config)
+    _check_evaluation(config)
     return _warnings(config)
+
+
+def _check_evaluation(config: Config) -> None:
+    """Refuse to stop a run, or to keep a checkpoint, by a number that no evaluation reports."""
+    columns = [component.column for component in config.reward.components]
+    known = metric_names(config.evaluate, columns)
+    for key, name, wanted in (
+        ("evaluate.stop_metric", config.evaluate.stop_metric, True),
+        ("checkpoint.metric", config.checkpoint.metric, config.checkpoint.keep_best > 0),
+    ):
+        evaluated = name is not None and (name.startswith("eval/") or key.startswith("evaluate"))
+        if wanted and evaluated and name not in known:
+            raise ConfigError(
+                f"{key} = {name!r} is in no evaluation of this run.{nearest(str(name), known)} "
+                f"There are {', '.join(n for n in known if not n.endswith(('/low', '/high')))}"
+            )
+
+
+def _evaluation_warnings(config: Config) -> list[str]:
+    """Where an early stop or a best checkpoint cannot come to pass."""
+    evaluate, checkpoint, found = config.evaluate, config.checkpoint, []
+    if evaluate.stop_metric is not None and evaluate.every == 0:
+        found.append(
+            f"evaluate.stop_metric = {evaluate.stop_metric!r} is never looked at between start and "
+            "end: evaluate.every is 0"
+        )
+    if checkpoint.keep_best and checkpoint.metric.startswith("eval/"):
+        if evaluate.every == 0 or checkpoint.every % evaluate.every:
+            found.append(
+                f"checkpoint.keep_best = {checkpoint.keep_best} by {checkpoint.metric!r}: only "
+                "checkpoints of steps that were evaluated can be best; make checkpoint.every = "
+                f"{checkpoint.every} a multiple of evaluate.every = {evaluate.every}"
+            )
+    return found
 
 
 def _check_estimator(config: Config) -> None:
@@ -408,6 +443,7 @@ def _critic_warnings(config: Config) -> list[str]:
 
 def _warnings(config: Config) -> list[str]:
     found = _critic_warnings(config) if config.advantage.needs_values else []
+    found += _evaluation_warnings(config)
     for name in ("advantage", "shaping", "filters"):
         section = getattr(config, name)
         for key, why in section.unread().items():

@@ -1,10 +1,11 @@
 """The commands: build everything a config names, run it, say what happened."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +17,9 @@ from grpo_jax import config as configs
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
 from grpo_jax.data import prompts as prompting
+from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.models import hf
+from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.generate import STOP_REASONS
 from grpo_jax.scale import multihost
@@ -37,6 +40,8 @@ MAY_CHANGE = (
     "processes.",
 )
 """Keys that an unfinished run may be resumed with another value of; see `_changed_keys`."""
+Step = int | Literal["best"] | None
+"""Which checkpoint: of this step, the best by `checkpoint.metric`, or None for the newest."""
 EXIT_OK, EXIT_NONFINITE, EXIT_INTERRUPTED = 0, 3, 130
 EXIT_PREEMPTED = 75
 """After SIGTERM: saved, start the same command again (EX_TEMPFAIL of sysexits.h)."""
@@ -221,14 +226,8 @@ def _finish(
     if not multihost.is_main():
         return EXIT_OK
     if params is not None:
-        hf.save_model(
-            place / "export",
-            hf.hf_config.read_config(config.model.path),
-            params,
-            companions=config.model.path,
-        )
-        if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:
-            parts.tokenizer.save(place / "export")
+        shape = hf.hf_config.read_config(config.model.path)
+        _save_weights(place / "export", config, shape, params, parts.tokenizer)
         console.print(f"exported the weights to {place / 'export'}")
     seconds = time.perf_counter() - begin
     folder.finish(
@@ -274,9 +273,11 @@ def _with_interval(metrics: dict[str, float], name: str) -> str:
 
 
 def evaluate_model(
-    config: Config, checkpoint: str | None = None, step: int | None = None, out: str | None = None
+    config: Config, checkpoint: str | None = None, step: Step = None, out: str | None = None
 ) -> int:
     """Evaluate the config's model, or a checkpoint of a run, on the held-out prompts."""
+    if out is not None and not Path(out).absolute().parent.is_dir():  # known before the work
+        raise FileNotFoundError(f"{out} cannot be written: its folder does not exist; make it")
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:
@@ -302,7 +303,15 @@ def evaluate_model(
             table.add_row(name.removeprefix("eval/"), _with_interval(result.metrics, name))
     console.print(table)
     if out is not None:
-        Path(out).write_text(json.dumps({"source": source, **result.metrics}, indent=1) + "\n")
+        finite = {k: v if math.isfinite(v) else None for k, v in result.metrics.items()}
+        facts = {
+            "source": source,
+            "prompts": len(data.held_out),
+            "completions": config.evaluate.completions,
+            "temperature": config.evaluate.temperature,
+            "top_p": config.evaluate.top_p,
+        }
+        Path(out).write_text(json.dumps(facts | finite, indent=1) + "\n")  # JSON knows no NaN
         console.print(f"written to {out}")
     return EXIT_OK
 
@@ -312,7 +321,7 @@ def sample(
     prompt: str,
     completions: int = 4,
     checkpoint: str | None = None,
-    step: int | None = None,
+    step: Step = None,
 ) -> int:
     """Print completions of one prompt, with the log-probability of each."""
     console = reporting.make_console()
@@ -335,7 +344,7 @@ def sample(
     return EXIT_OK
 
 
-def export(run: str, out: str, step: int | None = None, dtype: str = "float32") -> int:
+def export(run: str, out: str, step: Step = None, dtype: str = "float32") -> int:
     """Write a checkpoint of a run as a Hugging Face folder."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype = {dtype!r}; use float32 or bfloat16")
@@ -345,11 +354,22 @@ def export(run: str, out: str, step: int | None = None, dtype: str = "float32") 
     model = build.load_model(config)
     params, source = _weights(model, config, run, step)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    hf.save_model(out, model.loaded.config, params, companions=config.model.path)
-    if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:
-        model.tokenizer.save(out)
+    _save_weights(out, config, model.loaded.config, params, model.tokenizer)
     print(f"wrote {source} to {out} ({dtype})")
     return EXIT_OK
+
+
+def _save_weights(
+    out: str | Path,
+    config: Config,
+    shape: ModelConfig,
+    params: Params,
+    tokenizer: tokenizers.Tokenizer,
+) -> None:
+    """Write a Hugging Face folder, with the tokenizer that was trained with."""
+    hf.save_model(out, shape, params, companions=config.model.path)
+    if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:
+        tokenizer.save(out)
 
 
 def _run_config(run: str) -> Config:
@@ -359,9 +379,7 @@ def _run_config(run: str) -> Config:
     return configs.load(path)
 
 
-def _weights(
-    model: build.Model, config: Config, run: str | None, step: int | None
-) -> tuple[Params, str]:
+def _weights(model: build.Model, config: Config, run: str | None, step: Step) -> tuple[Params, str]:
     """The weights to use, and what to call them."""
     if run is None:
         return model.loaded.params, config.model.path
@@ -372,6 +390,8 @@ def _weights(
     with checkpointing.Checkpointer(
         Path(run) / folder.CHECKPOINTS, trained.checkpoint, say=print, read_only=True
     ) as checkpointer:
+        if step == "best":
+            step = checkpointer.best_step()
         if step is not None and step not in checkpointer.steps():
             raise ConfigError(
                 f"{run} has no checkpoint of step {step}; it has {checkpointer.steps()}"

@@ -72,6 +72,18 @@ class EvaluateConfig:
         )
 
 
+def metric_names(config: EvaluateConfig, components: Sequence[str]) -> list[str]:
+    """Names that every evaluation reports, whatever its rewards are.
+
+    `avg@n` is not among them: it is there where all rewards are 0 or 1, and equals mean_reward.
+    """
+    n = config.completions
+    numbers = statistics.evaluation(np.zeros(n), n, ks=config.pass_k or None)
+    numbers |= statistics.lengths(np.ones(1), np.zeros(1, bool))
+    numbers |= dict.fromkeys((f"reward/{name}" for name in components), 0.0)
+    return [f"eval/{name}" for name in numbers if not name.startswith("avg@")]
+
+
 class Evaluation(NamedTuple):
     """What came out, and the completions behind it."""
 

@@ -119,6 +119,16 @@ def test_overrides_win_over_the_file_and_print_back(capsys, write_config, base_c
             GDPO | {"shaping": {"enabled": True, "stop_properly_penalty_coef": 0.5}},
             "make the penalty a component of its own",
         ),
+        (
+            {"evaluate": {"stop_metric": "eval/mean_rewards"}},
+            "in no evaluation of this run. Did you mean 'eval/mean_reward'?",
+        ),
+        ({"evaluate": {"stop_metric": "eval/avg@1"}}, "evaluate.stop_metric = 'eval/avg@1' is in"),
+        ({"evaluate": {"stop_metric": "reward/mean"}}, "eval/length/mean"),
+        (
+            {"checkpoint": {"keep_best": 1, "metric": "eval/pass@8"}},
+            "checkpoint.metric = 'eval/pass@8' is in no evaluation",
+        ),
         ({"loss_fn": {"use_kl_in_reward": True}}, "nothing puts it into the reward"),
         ({"advantage": {"kl_in_reward": 0.1}}, "is read by reinforce_plus_plus and gae only"),
         ({"sampling": {"filter": {"temperature": 0}}}, "nothing to learn from"),
@@ -206,6 +216,17 @@ def test_filters_and_minimum_lengths_warn_by_name(base_config):
                 "filters.constant_tolerance = 0.1 changes nothing: no filter looks for",
             ],
         ),
+        (
+            {"evaluate": {"stop_metric": "eval/reward/score"}},
+            ["evaluate.stop_metric = 'eval/reward/score' is never looked at between start and end"],
+        ),
+        ({"evaluate": {"stop_metric": "eval/pass@1", "every": 2}}, []),
+        (
+            {"checkpoint": {"keep_best": 1}, "evaluate": {"every": 4}},
+            ["make checkpoint.every = 2 a multiple of evaluate.every = 4"],
+        ),
+        ({"checkpoint": {"keep_best": 1}, "evaluate": {"every": 1}}, []),
+        ({"checkpoint": {"keep_best": 1, "metric": "reward/mean"}}, []),
         (GDPO, ["reward.components.1.weight = 0.5 weighs the logged total only"]),
     ],
 )
@@ -239,6 +260,12 @@ def test_a_switch_that_is_given_something_else_says_what_to_write(
     message = refused(capsys, "config", path, "--filters.overlong-filtering", "yes")
     assert "write --filters.overlong-filtering or" in message
     assert "--filters.no-overlong-filtering or" in message
+
+
+def test_the_file_of_an_evaluation_is_checked_before_the_work(capsys, write_config, base_config):
+    path = write_config(base_config)
+    message = refused(capsys, "eval", path, "--out", "no/such/folder/x.json")
+    assert "no/such/folder/x.json cannot be written" in message
 
 
 @pytest.mark.parametrize("command", ["eval", "sample"])

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from grpo_jax.models import hf
 from grpo_jax.train import dump, parity
-from tests.e2e.conftest import finish, start
+from tests.e2e.conftest import changed, finish, start
 
 TIMINGS = ("time", "seconds/", "tokens_per_second", "programs/")
 
@@ -110,6 +110,38 @@ def test_other_commands_read_the_run(undisturbed, tmp_path):
 
     status, output = finish(start("sample", config, "--prompt", "1 + 1 =", "--completions", "2"))
     assert status == 0 and output.count("log-probability") == 2, output
+
+
+def test_a_run_ends_at_its_target_and_the_best_checkpoint_can_be_asked_for(base_config, tmp_path):
+    """Every completion has a token, so the first evaluation after a step ends the run."""
+    config = changed(
+        base_config,
+        run={"steps": 6, "export": False, "dump_steps": []},
+        evaluate={
+            "at_start": False,
+            "every": 2,
+            "stop_metric": "eval/length/mean",
+            "stop_threshold": 1.0,
+            "completions": 2,
+        },
+        checkpoint={"every": 1, "keep": 1, "keep_best": 1},
+    )
+    path, folder = tmp_path / "config.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(config))
+    status, output = finish(start("train", path, "--run.dir", folder))
+    assert status == 0, output
+    outcome = json.loads((folder / "result.json").read_text())
+    assert (outcome["reason"], outcome["steps"]) == ("target", 2)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 2]
+    result = tmp_path / "result.json"
+    status, output = finish(
+        start("eval", path, "--checkpoint", folder, "--step", "best", "--out", result)
+    )
+    assert status == 0, output
+    measured = json.loads(result.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert measured["source"].startswith("step 2 of")
+    assert (measured["prompts"], measured["completions"]) == (4, 2)
+    assert "pass^2" in output and "mean_reward" in output
 
 
 def test_non_finite_steps_are_refused_dumped_and_end_the_run(base_config, tmp_path):

@@ -1,10 +1,19 @@
 """Settings of evaluation, and the metric that ends a run early."""
 
+import jax
+import numpy as np
 import pytest
 
+from grpo_jax.data.prompts import Example, Prompt
+from grpo_jax.data.tokenizer import ByteTokenizer
+from grpo_jax.rewards.scoring import RewardComponent, RewardConfig, Scorer
+from grpo_jax.sampling.engine import EngineConfig, NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.train import loop
-from grpo_jax.train.evaluate import EvaluateConfig
+from grpo_jax.train.evaluate import EvaluateConfig, evaluate, metric_names
+from tests.train.test_public_reports_rollout import scripted, sentences
+
+KEY = jax.random.key(0)
 
 
 def test_evaluation_samples_with_settings_of_its_own():
@@ -27,6 +36,22 @@ def test_evaluation_samples_with_settings_of_its_own():
 def test_what_cannot_be_meant_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         EvaluateConfig(**settings)
+
+
+def test_names_that_every_evaluation_reports_are_those_of_one():
+    """Held against a real evaluation, whose rewards are not binary."""
+    answers = [[97, 2], [98, 2]]
+    engine = NativeEngine(
+        scripted(sentences(answers)), SamplingConfig(2), stop_ids=[2], config=EngineConfig(1)
+    )
+    held_out = [Prompt(Example("p", "x"), np.array([i]), "p") for i in range(2)]
+    config = EvaluateConfig(completions=3, pass_k=(2,))
+    rewards = RewardConfig((RewardComponent("length", params={"target": 3}),))
+    with Scorer(rewards) as scorer:
+        metrics = evaluate(
+            engine, {}, ByteTokenizer(), scorer, held_out, config, SamplingConfig(2), KEY
+        ).metrics
+    assert metric_names(config, ["length"]) == list(metrics)
 
 
 def test_a_run_ends_early_at_its_target():
