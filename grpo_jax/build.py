@@ -19,6 +19,7 @@ from grpo_jax.data import trajectories
 from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
+from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
 from grpo_jax.train import checkpoint as checkpointing
@@ -38,6 +39,7 @@ class Model(NamedTuple):
     loaded: hf.LoadedModel  # its weights are float32, and lie on the mesh already
     tokenizer: tokenizers.Tokenizer
     mesh: jax.sharding.Mesh
+    sampling: SamplingConfig  # of the config, for as many tokens as the tokenizer knows
 
 
 def load_model(config: Config) -> Model:
@@ -54,11 +56,24 @@ def load_model(config: Config) -> Model:
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
             f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
         )
-    filtering.check_vocabulary(config.sampling.filter, loaded.config.vocab_size)
+    sampling = _for_vocabulary(config.sampling, tokenizer.vocab_size, loaded.config.vocab_size)
     mesh = meshes.make_mesh(config.mesh)
     # Once for all who read them: the state copies them, the reference policy shares them.
     places = rules.partition(loaded.params, mesh, say=lambda _: None)  # the state's rules will say
-    return Model(loaded._replace(params=jax.device_put(loaded.params, places)), tokenizer, mesh)
+    loaded = loaded._replace(params=jax.device_put(loaded.params, places))
+    return Model(loaded, tokenizer, mesh, sampling)
+
+
+def _for_vocabulary(sampling: SamplingConfig, known: int, vocabulary: int) -> SamplingConfig:
+    """Rule out the ids that pad a model's matrix beyond the `known` ones of its tokenizer.
+
+    They have random weights, no text, and would hold mass in sampler and trainer.
+    """
+    filtering.check_vocabulary(sampling.filter, known)
+    if sampling.filter.vocabulary is None and known < vocabulary:
+        filter = dataclasses.replace(sampling.filter, vocabulary=known)
+        sampling = dataclasses.replace(sampling, filter=filter)
+    return sampling
 
 
 class Teacher(NamedTuple):
@@ -83,7 +98,7 @@ def load_teacher(config: Config, model: Model) -> Teacher | None:
     places = states.placement(states.abstract(loaded.params, frozen), frozen, model.mesh)
     score = steps.make_score_step(
         loaded.policy,
-        config.sampling.filter,
+        model.sampling.filter,
         unfiltered=True,
         micro_batches=build_layout(config, model).micro_batches,
         chunk_size=config.rollout.head_chunk,
@@ -112,7 +127,7 @@ def build_engine(config: Config, model: Model) -> NativeEngine:
     """The native sampler for a model."""
     return NativeEngine(
         model.loaded.decoder,
-        config.sampling,
+        model.sampling,
         stop_ids=model.tokenizer.stop_ids,
         pad_id=model.tokenizer.pad_id,
         context_length=model.loaded.config.max_length,
@@ -310,7 +325,7 @@ def policy_steps(
         "chunk_size": config.rollout.head_chunk,
         "places": places,
     }
-    filters = config.sampling.filter
+    filters = model.sampling.filter
 
     def score(unfiltered: bool) -> steps.ScoreStep:
         return steps.make_score_step(policy, filters, unfiltered=unfiltered, **shared)
@@ -342,12 +357,12 @@ def build_parts(
     """Compile-ready steps and everything around them."""
     loss = on_policy(config.loss_fn, config.rollout.updates)
     teacher = load_teacher(config, model)
-    filter_config = config.sampling.filter
+    filter_config = model.sampling.filter
     layout = build_layout(config, model)
     compiled = policy_steps(config, model, opt, places)
     return loop.Parts(
         engine=build_engine(config, model),
-        sampling=config.sampling,
+        sampling=model.sampling,
         tokenizer=model.tokenizer,
         scorer=scorer,
         stream=stream,
@@ -386,6 +401,7 @@ def _dump(
     current = multihost.fetch(current)
     if not multihost.is_main():
         return path
+    filtering_on = filtering_on or batch.kept_ids is not None
     return dump.dump_step(path, batch, counts, current, loss, filtering_on=filtering_on)
 
 

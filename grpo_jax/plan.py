@@ -196,7 +196,7 @@ def abstract_model(config: Config, mesh: Mesh) -> build.Model:
         cache.decoder_for(shape, unroll=on_cpu),
         transformer.abstract_params(shape),
     )
-    return build.Model(loaded, None, mesh)  # type: ignore[arg-type]
+    return build.Model(loaded, None, mesh, config.sampling)  # type: ignore[arg-type]
 
 
 def abstract_batch(rows: int, width: int, mesh: Mesh, compiled: build.PolicySteps) -> Batch:

@@ -292,7 +292,7 @@ def evaluate_model(
             scorer,
             data.held_out,
             config.evaluate,
-            config.sampling,
+            model.sampling,
             loop.evaluation_key(jax.random.key(config.run.seed)),
         )
     table = Table(title=f"{source} ({reporting.duration(result.seconds)})", title_justify="left")

@@ -8,8 +8,10 @@ from grpo_jax import build
 from grpo_jax import config as configs
 from grpo_jax.core import logprobs
 from grpo_jax.core.filtering import FilterConfig
+from grpo_jax.data import trajectories
 from grpo_jax.models import hf, presets, transformer
 from grpo_jax.scale import rules
+from grpo_jax.train import step
 from tests.train.test_step import make_batch
 
 
@@ -60,7 +62,7 @@ def test_a_teacher_lives_in_shards_and_scores_without_the_filter(folders):
         alone.policy,
         alone.params,
         *(batch.tokens, batch.positions, batch.segment_ids),
-        filter=FilterConfig(temperature=0.7),
+        filter=FilterConfig(temperature=0.7, vocabulary=260),
         mask=batch.token_mask,
     ).logprobs
     scored = np.asarray(teacher.score(teacher.params, batch))
@@ -95,3 +97,38 @@ def test_a_critic_is_the_policys_trunk_and_nothing_it_does_not_use(tmp_path, tie
     same = critic.trunk.hidden(critic.params["trunk"], *arrays)
     np.testing.assert_array_equal(hidden, same)
     assert build.build_critic(make_config({"student": tmp_path / "m"}), model) is None
+
+
+def test_ids_that_pad_the_matrix_are_neither_drawn_nor_hold_mass(folders):
+    """264 rows, 260 tokens: four rows of large weights change nothing in sampler and trainer."""
+    config = make_config(folders, sampling={"max_new_tokens": 6})
+    model = build.load_model(config)
+    assert model.sampling.filter.vocabulary == 260 and model.loaded.config.vocab_size == 264
+    evaluation = config.evaluate.sampling(model.sampling)
+    assert evaluation.filter.vocabulary == 260
+    params = jax.tree.map(np.array, model.loaded.params)
+    table = params["embed"]["table"]
+    assert table.shape[0] == 264 and "head" not in params  # tied
+    drawn = []
+    for weight in (0.0, 50.0):
+        table[260:] = weight
+        rows = build.build_engine(config, model).generate(
+            params, [np.arange(97, 103)] * 2, 4, jax.random.key(0)
+        )
+        batch = trajectories.collate(
+            rows.tokens, rows.prompt_lengths, rows.completion_lengths, rows.logprobs,
+            advantages=np.ones(8),
+        )  # fmt: skip
+        score = step.make_score_step(model.loaded.policy, model.sampling.filter, chunk_size=5)
+        np.testing.assert_allclose(score(params, batch), batch.generation_logprobs, atol=1e-5)
+        drawn.append(rows)
+    jax.tree.map(np.testing.assert_array_equal, *drawn)
+    assert np.max(drawn[0].tokens) < 260
+
+
+def test_a_vocabulary_that_the_tokenizer_does_not_know_is_refused(folders):
+    for filter in ({"vocabulary": 262}, {"top_k": 262}):
+        with pytest.raises(ValueError, match="=262 is more than the .*260 tokens"):
+            build.load_model(make_config(folders, sampling={"filter": filter}))
+    model = build.load_model(make_config(folders, sampling={"filter": {"vocabulary": 200}}))
+    assert model.sampling.filter.vocabulary == 200

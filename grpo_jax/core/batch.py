@@ -26,6 +26,9 @@ class Batch(flax.struct.PyTreeNode):
     values: jax.Array | None = None  # f32[B, T] critic at the start of the step, before each token
     returns: jax.Array | None = None  # f32[B, T] what the critic is to learn
     teacher_logprobs: jax.Array | None = None  # f32[B, T] nats, never filtered; for the estimators
+    # i32[B, T, K] tokens that the sampler kept where it drew each one, negative = none; they stand
+    # in for top-k, top-p and min-p, and are read at trained tokens only
+    kept_ids: jax.Array | None = None
 
 
 class Counts(NamedTuple):

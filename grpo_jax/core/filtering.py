@@ -93,6 +93,11 @@ class FilterConfig:
         return self.uses_top_k or self.uses_top_p or self.min_p > 0.0
 
     @property
+    def whole(self) -> "FilterConfig":
+        """The same temperature and vocabulary without top-k, top-p and min-p."""
+        return dataclasses.replace(self, top_k=None, top_p=1.0, min_p=0.0)
+
+    @property
     def greedy(self) -> bool:
         """Say whether the most likely token is taken without drawing."""
         return self.temperature == 0.0
@@ -124,12 +129,12 @@ def check_vocabulary(config: FilterConfig, vocabulary: int) -> None:
     The filters themselves keep everything then; in a configuration it is a slip.
 
     Raises:
-      ValueError: top_k exceeds the vocabulary, or `config.vocabulary` exceeds the model's.
+      ValueError: top_k exceeds the vocabulary, or `config.vocabulary` exceeds what is there.
     """
     if config.vocabulary is not None:
         if config.vocabulary > vocabulary:
             raise ValueError(
-                f"vocabulary={config.vocabulary} is more than the model's {vocabulary} tokens; "
+                f"vocabulary={config.vocabulary} is more than the {vocabulary} tokens there are; "
                 "lower it, or use None for all of them"
             )
         vocabulary = config.vocabulary

@@ -110,7 +110,7 @@ def token_scores(
     """
     filtering.check_trainable(filter)
     if kept_ids is not None:
-        _check_kept_ids(kept_ids, tokens, filter)
+        check_kept_ids(kept_ids, tokens, filter)
     spec = Spec(
         policy.unembed,
         policy.row_wise_head,
@@ -167,7 +167,8 @@ def has_predecessor(segment_ids: jax.Array) -> jax.Array:
     return (segment_ids != 0) & (segment_ids == before)
 
 
-def _check_kept_ids(kept_ids: jax.Array, tokens: jax.Array, filter: FilterConfig) -> None:
+def check_kept_ids(kept_ids: jax.Array, tokens: jax.Array, filter: FilterConfig) -> None:
+    """Refuse kept ids [B, T, K] of another shape than the tokens [B, T], or beside a filter."""
     if filter.active:
         raise ValueError(
             f"kept_ids are the kept set already, and {filter} would cut it again; turn top_k, "

@@ -77,7 +77,8 @@ def policy_loss(
 
     Args:
       policy, params: the model.
-      batch, counts, config, max_segments: as in `losses.clipped_pg_loss`.
+      batch, counts, config, max_segments: as in `losses.clipped_pg_loss`; `batch.kept_ids`, where
+        they are given, replace top-k, top-p and min-p, which must be off then.
       filter, chunk_size, lanes: as in `logprobs.token_scores`.
       entropy: also score the entropy, for the metrics; the entropy bonus does so by itself.
       kept_mass: also score the kept mass, for the metrics.
@@ -89,17 +90,21 @@ def policy_loss(
       ValueError: the config is not `separable` under these filters, or as `clipped_pg_loss` and
         `token_scores`.
     """
-    if not separable(config, filter.active):
+    filtering_on = filter.active or batch.kept_ids is not None
+    if not separable(config, filtering_on):
         raise ValueError(
-            f"{config} under {filter} needs the scores of whole sequences for its derivative; "
-            "differentiate clipped_pg_loss of token_scores instead"
+            f"{config} under {filter}{'' if batch.kept_ids is None else ' and kept ids'} needs "
+            "the scores of whole sequences for its derivative; differentiate clipped_pg_loss of "
+            "token_scores instead"
         )
     filtering.check_trainable(filter)
+    if batch.kept_ids is not None:
+        logprobs.check_kept_ids(batch.kept_ids, batch.tokens, filter)
     spec = logprobs.Spec(
         unembed=policy.unembed,
         row_wise_head=policy.row_wise_head,
         filter=filter,
-        unfiltered=filter.active and config.kl_on,
+        unfiltered=filtering_on and config.kl_on,
         entropy=entropy or config.entropy_bonus_on,
         kept_mass=kept_mass,
         head_shards=policy.head_shards,
@@ -113,7 +118,7 @@ def policy_loss(
             batch,
             counts,
             dataclasses.replace(fixed, **numbers),
-            filtering_on=filter.active,
+            filtering_on=filtering_on,
             max_segments=max_segments,
         )
 
@@ -123,13 +128,16 @@ def policy_loss(
         def derivative(scores: TokenScores) -> TokenScores:
             return jax.grad(lambda s: loss_of(s, given)[0])(scores)
 
-        scores, gradient = _scores_and_gradient(spec, ready, derivative, chunk_size, lanes)
+        scores, gradient = _scores_and_gradient(
+            spec, ready, derivative, chunk_size, lanes, given[0].kept_ids
+        )
         return loss_of(scores, given), gradient
 
     @jax.custom_vjp
     def total(differentiable, fixed_arrays):
         ready, given = logprobs.Ready(*differentiable, *fixed_arrays[0]), fixed_arrays[1]
-        return loss_of(logprobs.ready_scores(spec, ready, chunk_size, lanes), given)
+        kept_ids = given[0].kept_ids
+        return loss_of(logprobs.ready_scores(spec, ready, chunk_size, lanes, kept_ids), given)
 
     def backward(gradient, cotangents):
         loss_cotangent, _ = cotangents  # metrics carry no gradient
@@ -149,6 +157,7 @@ def _scores_and_gradient(
     derivative: Callable[[TokenScores], TokenScores],
     chunk_size: int,
     lanes: int = 1,
+    kept_ids: jax.Array | None = None,
 ) -> tuple[TokenScores, tuple[Head, jax.Array]]:
     """Score in chunks, and take each chunk's gradient while its logits are there.
 
@@ -160,7 +169,7 @@ def _scores_and_gradient(
       spec, ready: what to score.
       derivative: scores [B, T] -> what the gradient of each score is to be multiplied by, [B, T].
         Entry `t` may depend on the scores of entry `t` alone: scores of later chunks are still 0.
-      chunk_size, lanes: as in `token_scores`.
+      chunk_size, lanes, kept_ids: as in `token_scores`.
 
     Returns:
       The scores [B, T], 0 where nothing is scored; and the gradients of head and hidden states.
@@ -176,13 +185,15 @@ def _scores_and_gradient(
 
     # Moved once, outside the loop: a mesh that shares hidden states out by width would otherwise
     # collect all of them for every chunk.
-    moved = (moves.take(lanes_of(x), order) for x in (hidden, targets, scored))
-    in_order = (order, *moved)
+    in_order = jax.tree.map(
+        lambda x: moves.take(lanes_of(x), order), (hidden, targets, scored, kept_ids)
+    )
 
     def forward(start: jax.Array | int):
-        part = (jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1) for x in in_order)
-        at, h, y, on = part
-        scores, residuals = logprobs.score_forward(spec, spec.unembed(head, h), y)
+        at, h, y, on, ids = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=1), (order, *in_order)
+        )
+        scores, residuals = logprobs.score_forward(spec, spec.unembed(head, h), y, ids)
         return at, h, on, scores, residuals
 
     def body(i: jax.Array, carry):
@@ -199,7 +210,7 @@ def _scores_and_gradient(
 
     shapes = jax.eval_shape(lambda: forward(0)[3])
     scores = jax.tree.map(lambda s: jnp.zeros_like(lanes_of(targets), s.dtype), shapes)
-    nothing = (scores, logprobs.head_sums(head, lanes), jnp.zeros_like(in_order[1]))
+    nothing = (scores, logprobs.head_sums(head, lanes), jnp.zeros_like(in_order[0]))
     scores, d_head, d_hidden = jax.lax.fori_loop(0, chunks, body, nothing)
     d_hidden = to_rows(moves.put(jnp.zeros_like(lanes_of(hidden)), order, d_hidden))
     return jax.tree.map(to_rows, scores), (logprobs.lanes_together(d_head, head), d_hidden)

@@ -163,7 +163,7 @@ def lay_out(
 
     def gather(array: Any) -> np.ndarray:
         array = np.asarray(array)
-        out = np.zeros((rows, width), array.dtype)
+        out = np.zeros((rows, width, *array.shape[2:]), array.dtype)
         out[target] = array[source_row, source_column]
         return out
 

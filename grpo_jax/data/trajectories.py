@@ -25,6 +25,7 @@ def collate(
     sample_weights: np.ndarray | None = None,
     rewards: np.ndarray | None = None,
     trained: np.ndarray | None = None,
+    kept_ids: np.ndarray | None = None,
     length_multiple: int = 1,
     length: int | None = None,
 ) -> Batch:
@@ -41,6 +42,8 @@ def collate(
         rewards: f32[N], kept for losses that look at them.
         trained: bool[N, W], False on tokens inside the completion that the policy did not write
             (tool output, other speakers); everything is the policy's own when left out.
+        kept_ids: i32[N, W, K], the tokens that the sampler kept where it drew each one, padded with
+            negative numbers; `K` is rounded up to one of few widths, as lengths are.
         length_multiple: `T` is rounded up to a multiple of this.
         length: fixes `T`, so that every batch of a run has one shape.
 
@@ -77,7 +80,16 @@ def collate(
             np.where(token_mask, fit_width(logprobs, target), np.float32(0))
         ),
         rewards=None if rewards is None else _numpy(_over_tokens(np.asarray(rewards), inside)),
+        kept_ids=None if kept_ids is None else _numpy(_kept_ids(kept_ids, token_mask)),
     )
+
+
+def _kept_ids(kept_ids: np.ndarray, token_mask: np.ndarray) -> np.ndarray:
+    """Lay i32[N, W, K] out as i32[N, T, K'], −1 where nothing is trained or nothing was kept."""
+    kept_ids = fit_width(np.asarray(kept_ids, np.int32), token_mask.shape[1])
+    room = bucket_count(kept_ids.shape[2]) - kept_ids.shape[2]
+    kept_ids = np.pad(kept_ids, ((0, 0), (0, 0), (0, room)), constant_values=-1)
+    return np.where(token_mask[..., None], kept_ids, np.int32(-1))
 
 
 def count(batch: Batch, all_sum: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Counts:
@@ -109,7 +121,9 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     missing = rows - batch.tokens.shape[0]
     if missing < 0:
         raise ValueError(f"the batch has {batch.tokens.shape[0]} rows, more than rows={rows}")
-    return jax.tree.map(lambda x: np.pad(np.asarray(x), ((0, missing), (0, 0))), batch)
+    return jax.tree.map(
+        lambda x: np.pad(np.asarray(x), [(0, missing)] + [(0, 0)] * (np.ndim(x) - 1)), batch
+    )
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
@@ -154,10 +168,10 @@ def bucket_count(least: int) -> int:
 
 
 def fit_width(array: np.ndarray, width: int) -> np.ndarray:
-    """Cut or zero-pad the last axis to `width`."""
+    """Cut or zero-pad the second axis to `width`."""
     if array.shape[1] >= width:
         return array[:, :width]
-    return np.pad(array, ((0, 0), (0, width - array.shape[1])))
+    return np.pad(array, [(0, 0), (0, width - array.shape[1])] + [(0, 0)] * (array.ndim - 2))
 
 
 def _over_tokens(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -154,7 +154,7 @@ class NativeEngine:
             )
             part = self._generate(params, table, lengths, requests, key, sampling, group_size)
             used = len(chosen) * group_size
-            parts.append(Generation(*(multihost.fetch(x)[:used] for x in part)))
+            parts.append(jax.tree.map(lambda x, n=used: multihost.fetch(x)[:n], part))
             places += [i * group_size + g for i in chosen for g in range(group_size)]
         return _gather(parts, np.asarray(places), self.pad_id)
 
@@ -213,5 +213,5 @@ def _gather(parts: list[Generation], places: np.ndarray, pad_id: int) -> Generat
         ordered[places] = joined
         return ordered
 
-    tokens, *others = zip(*parts, strict=True)
-    return Generation(join(tokens, pad_id), *(join(x) for x in others))
+    joined = jax.tree.map(lambda *columns: join([np.asarray(c) for c in columns]), *parts)
+    return joined._replace(tokens=join([np.asarray(part.tokens) for part in parts], pad_id))

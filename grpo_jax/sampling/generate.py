@@ -66,6 +66,9 @@ class Generation(NamedTuple):
     completion_lengths: Array  # i32[N] the stop token counts
     logprobs: Array  # f32[N, W] nats, as sampled; aligned with tokens, 0 on prompt and padding
     stop_reasons: Array  # i8[N] index into STOP_REASONS
+    # i32[N, W, K] the tokens that were left to choose from at each place, negative = none. For an
+    # engine whose filters are not ours: the trainer then normalises over these, and filters nothing
+    kept_ids: Array | None = None
 
 
 class _State(NamedTuple):

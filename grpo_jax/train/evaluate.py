@@ -68,7 +68,12 @@ class EvaluateConfig:
             min_new_tokens=min(
                 training.min_new_tokens, self.max_new_tokens or training.max_new_tokens
             ),
-            filter=FilterConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
+            filter=FilterConfig(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                vocabulary=training.filter.vocabulary,
+            ),
         )
 
 

@@ -25,7 +25,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards import shaping
 from grpo_jax.rewards.scoring import Scores
 from grpo_jax.rewards.shaping import ShapingConfig
-from grpo_jax.sampling.generate import STOP_REASONS, Generation
+from grpo_jax.sampling.generate import STOP_REASONS
 from grpo_jax.scale import processes
 from grpo_jax.scale.processes import Gather, alone
 from grpo_jax.train import filters
@@ -114,17 +114,20 @@ def _judged(rewards: shaping.ShapedRewards, rules: Rules) -> np.ndarray:
 def join(parts: Sequence[Rollout]) -> Rollout:
     """Put the rows of several rollouts below each other, groups kept apart."""
     width = max(part.rows.tokens.shape[1] for part in parts)
-    rows = [
-        part.rows._replace(
-            tokens=trajectories.fit_width(np.asarray(part.rows.tokens), width),
-            logprobs=trajectories.fit_width(np.asarray(part.rows.logprobs), width),
-        )
-        for part in parts
-    ]
+    most = max(0 if p.rows.kept_ids is None else p.rows.kept_ids.shape[2] for p in parts)
+
+    def widen(column: np.ndarray) -> np.ndarray:
+        if column.ndim == 1:
+            return column
+        column = trajectories.fit_width(np.asarray(column), width)
+        room = ((0, 0), (0, 0), (0, most - column.shape[-1]))
+        return column if column.ndim == 2 else np.pad(column, room, constant_values=-1)
+
+    rows = jax.tree.map(widen, [part.rows for part in parts])
     return Rollout(
         prompts=[prompt for part in parts for prompt in part.prompts],
         group_ids=filters.unique_groups([part.group_ids for part in parts]),
-        rows=Generation(*(np.concatenate(columns) for columns in zip(*rows, strict=True))),
+        rows=jax.tree.map(lambda *columns: np.concatenate(columns), *rows),
         texts=[text for part in parts for text in part.texts],
         scores=Scores.join([part.scores for part in parts]),
         seconds={k: sum(p.seconds[k] for p in parts) for k in parts[0].seconds},
@@ -137,7 +140,7 @@ def take(rollout: Rollout, rows: np.ndarray) -> Rollout:
     return rollout._replace(
         prompts=[rollout.prompts[i] for i in rows],
         group_ids=rollout.group_ids[rows],
-        rows=Generation(*(np.asarray(column)[rows] for column in rollout.rows)),
+        rows=jax.tree.map(lambda column: np.asarray(column)[rows], rollout.rows),
         texts=[rollout.texts[i] for i in rows],
         scores=rollout.scores.take(rows),
         overrides=[rollout.overrides[i] for i in rows],
@@ -197,6 +200,7 @@ def collate(
         advantages=np.zeros(len(rollout.texts)),
         sample_weights=weighed.weights,
         rewards=weighed.rewards.total,
+        kept_ids=None if rows.kept_ids is None else np.asarray(rows.kept_ids),
         length=trajectories.bucket_length(max(longest), config.length_multiple),
     )
     return trajectories.pad_rows(batch, config.rows // len(longest))
@@ -223,7 +227,7 @@ def finish(
             generation_logprobs=np.asarray(batch.generation_logprobs)[:n],
             correct=weighed.correct,
             threshold=rules.filters.seq_logprob_error_threshold,
-            filtering_on=rules.filtering_on,
+            filtering_on=rules.filtering_on or batch.kept_ids is not None,
         )
         reports = (*reports, report)
     token_mask = np.asarray(batch.token_mask)

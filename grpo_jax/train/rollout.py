@@ -164,8 +164,8 @@ def check(rows: Generation, prompts: int, completions: int) -> None:
     """Refuse what an engine must not return, before it is trained in silence.
 
     Raises:
-      ValueError: another number of rows than was asked for, lengths beyond the arrays, or a sampled
-        token without a log-probability.
+      ValueError: another number of rows than was asked for, lengths beyond the arrays, a sampled
+        token without a log-probability, or one that is not among those that were kept.
     """
     tokens, logprobs = np.asarray(rows.tokens), np.asarray(rows.logprobs)
     if len(tokens) != prompts * completions:
@@ -191,6 +191,25 @@ def check(rows: Generation, prompts: int, completions: int) -> None:
             f"log-probability {logprobs[row, column]}, and {len(missing)} tokens in all have none; "
             "an engine must report that of each token it sampled. Where ours says so, the model's "
             "weights are not finite"
+        )
+    if rows.kept_ids is not None:
+        _check_kept_ids(np.asarray(rows.kept_ids), tokens, sampled)
+
+
+def _check_kept_ids(kept_ids: np.ndarray, tokens: np.ndarray, sampled: np.ndarray) -> None:
+    """Refuse kept sets of another shape than the tokens, or without the token that was drawn."""
+    if kept_ids.ndim != 3 or kept_ids.shape[:2] != tokens.shape:
+        raise ValueError(
+            f"the engine returned kept_ids{list(kept_ids.shape)} for tokens{list(tokens.shape)}; "
+            "they must be [N, W, K], each token's list padded with -1"
+        )
+    strangers = np.argwhere(sampled & ~np.any(kept_ids == tokens[..., None], axis=-1))
+    if strangers.size:
+        row, column = strangers[0]
+        raise ValueError(
+            f"the engine drew token {tokens[row, column]} at column {column} of row {row}, and it "
+            f"is not among the {np.sum(kept_ids[row, column] >= 0)} that it says it kept there; "
+            "entry t of kept_ids must speak of token t"
         )
 
 

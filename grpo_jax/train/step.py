@@ -10,7 +10,6 @@ One optimizer update on a whole global batch, cut into micro-batches:
 Symbols: `B` rows, `T` tokens a row, `M` micro-batches.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +79,8 @@ def make_train_step(
       policy: the model.
       optimizer: its transformation sees the gradient of the whole batch, once.
       loss_config: the loss.
-      filter_config: temperature and filters, as the sampler used them.
+      filter_config: temperature and filters, as the sampler used them. A batch with `kept_ids`
+        brings the kept sets themselves: they replace top-k, top-p and min-p.
       micro_batches: into how many parts the rows are cut, or a function of (rows, width) that says
         it; bounds the memory, not the result.
       chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
@@ -175,9 +175,10 @@ def make_score_step(
 
     Args:
       policy: the model.
-      filter_config: temperature and filters, as the sampler used them.
-      unfiltered: keep the temperature and drop top-k, top-p and min-p: what `reference_logprobs`
-        wants. Without it: what `prev_logprobs` wants.
+      filter_config: temperature and filters, as the sampler used them; the batch's `kept_ids`
+        replace top-k, top-p and min-p.
+      unfiltered: keep the temperature and drop top-k, top-p, min-p and the kept ids: what
+        `reference_logprobs` wants. Without it: what `prev_logprobs` wants.
       micro_batches: into how many parts the rows are cut.
       chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
       places: `state.placement(...)`, of which the parameters' part is used.
@@ -186,13 +187,12 @@ def make_score_step(
       `(params, batch) -> f32[B, T]` in nats; 0 where `token_mask` is False.
     """
     mesh = None if places is None else places.mesh
-    kept = filter_config
-    if unfiltered:
-        kept = dataclasses.replace(filter_config, top_k=None, top_p=1.0, min_p=0.0)
-    scores_of = _scorer(policy, kept, chunk_size, mesh)
+    scores_of = _scorer(
+        policy, filter_config.whole if unfiltered else filter_config, chunk_size, mesh
+    )
 
     def score_one(params: Params, batch: Batch) -> jax.Array:
-        return scores_of(params, batch).logprobs
+        return scores_of(params, batch.replace(kept_ids=None) if unfiltered else batch).logprobs
 
     return compile_score(score_one, micro_batches, places)
 
@@ -228,21 +228,29 @@ def make_full_score_step(
       `(params, batch) -> TokenScores` with exactly what the train step of these configs asks for.
     """
     mesh = None if places is None else places.mesh
-    wanted = _loss_reads(loss_config, filter_config, entropy)
+    reads = functools.partial(_loss_reads, loss_config, entropy)
     return compile_score(
-        _scorer(policy, filter_config, chunk_size, mesh, **wanted), micro_batches, places
+        _scorer(policy, filter_config, chunk_size, mesh, reads), micro_batches, places
     )
 
 
-def _loss_reads(
-    loss_config: LossConfig, filter_config: FilterConfig, entropy: bool
-) -> dict[str, bool]:
+def _loss_reads(loss_config: LossConfig, entropy: bool, filtering_on: bool) -> dict[str, bool]:
     """What the loss and its metrics read of a forward pass besides the log-probabilities."""
     return {
-        "unfiltered": filter_config.active and loss_config.kl_on,
+        "unfiltered": filtering_on and loss_config.kl_on,
         "entropy": entropy or loss_config.entropy_bonus_on,
-        "kept_mass": filter_config.active and loss_config.metrics_level == "full",
+        "kept_mass": filtering_on and loss_config.metrics_level == "full",
     }
+
+
+def filtering_on(filter_config: FilterConfig, batch: Batch) -> bool:
+    """Say whether a token of this batch may lie outside of what the sampler kept."""
+    return filter_config.active or batch.kept_ids is not None
+
+
+def _filter_of(filter_config: FilterConfig, batch: Batch) -> FilterConfig:
+    """The filters to apply: none where the batch brings the kept sets themselves."""
+    return filter_config if batch.kept_ids is None else filter_config.whole
 
 
 def _scorer(
@@ -250,9 +258,12 @@ def _scorer(
     filter_config: FilterConfig,
     chunk_size: int | None,
     mesh: jax.sharding.Mesh | None,
-    **wanted: Any,
+    reads: Callable[[bool], dict[str, bool]] = lambda filtering_on: {},
 ) -> Callable[[Params, Batch], TokenScores]:
-    """Build (params, batch) -> scores of the trained tokens; `wanted`: what beside the log p."""
+    """Build (params, batch) -> scores of the trained tokens.
+
+    `reads` says, for filters that are on or off, what is wanted beside the log-probabilities.
+    """
     policy = rows_stay(policy, mesh)
 
     def score(params: Params, batch: Batch) -> TokenScores:
@@ -262,11 +273,12 @@ def _scorer(
             batch.tokens,
             batch.positions,
             batch.segment_ids,
-            filter=filter_config,
+            filter=_filter_of(filter_config, batch),
             chunk_size=chunk_size,
             mask=batch.token_mask,
+            kept_ids=batch.kept_ids,
             lanes=_lanes(mesh),
-            **wanted,
+            **reads(filtering_on(filter_config, batch)),
         )
 
     return score
@@ -329,7 +341,7 @@ def _gradient(
                 None,
                 batch,
                 loss_config,
-                filtering_on=filter_config.active,
+                filtering_on=filtering_on(filter_config, batch),
                 max_segments=max_segments,
             )
             counts = counts._replace(survivors=left)
@@ -351,28 +363,31 @@ def _loss(
     entropy: bool,
 ) -> Callable[[Params, Batch, Counts], tuple[jax.Array, Metrics]]:
     """Build (params, batch, counts) -> (loss, raw metrics), in a single pass where that exists."""
-    reads = _loss_reads(loss_config, filter_config, entropy)
-    if chunk_size is not None and single_pass.separable(loss_config, filter_config.active):
-        return functools.partial(
-            single_pass.policy_loss,
-            rows_stay(policy, mesh),
-            config=loss_config,
-            filter=filter_config,
-            chunk_size=chunk_size,
-            lanes=_lanes(mesh),
-            max_segments=max_segments,
-            entropy=reads["entropy"],
-            kept_mass=reads["kept_mass"],
-        )
-    scores_of = _scorer(policy, filter_config, chunk_size, mesh, **reads)
+    reads = functools.partial(_loss_reads, loss_config, entropy)
+    scores_of = _scorer(policy, filter_config, chunk_size, mesh, reads)
 
     def loss_of(params: Params, batch: Batch, counts: Counts) -> tuple[jax.Array, Metrics]:
+        on = filtering_on(filter_config, batch)
+        if chunk_size is not None and single_pass.separable(loss_config, on):
+            return single_pass.policy_loss(
+                rows_stay(policy, mesh),
+                params,
+                batch,
+                counts,
+                loss_config,
+                filter=_filter_of(filter_config, batch),
+                chunk_size=chunk_size,
+                lanes=_lanes(mesh),
+                max_segments=max_segments,
+                entropy=reads(on)["entropy"],
+                kept_mass=reads(on)["kept_mass"],
+            )
         return losses.clipped_pg_loss(
             scores_of(params, batch),
             batch,
             counts,
             loss_config,
-            filtering_on=filter_config.active,
+            filtering_on=on,
             max_segments=max_segments,
         )
 

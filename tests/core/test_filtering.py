@@ -241,7 +241,7 @@ def test_a_run_refuses_a_top_k_beyond_the_vocabulary():
     filtering.check_vocabulary(FilterConfig(top_k=-1), 7)
     with pytest.raises(ValueError, match="top_k=9 is more than the vocabulary of 7 tokens"):
         filtering.check_vocabulary(FilterConfig(top_k=9), 7)
-    with pytest.raises(ValueError, match="vocabulary=9 is more than the model's 7 tokens"):
+    with pytest.raises(ValueError, match="vocabulary=9 is more than the 7 tokens there are"):
         filtering.check_vocabulary(FilterConfig(vocabulary=9), 7)
     with pytest.raises(ValueError, match="top_k=6 is more than the vocabulary of 5"):
         filtering.check_vocabulary(FilterConfig(top_k=6, vocabulary=5), 7)

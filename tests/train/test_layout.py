@@ -25,6 +25,7 @@ from tests.train.test_step import assert_same
 
 MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 WIDTH, VOCABULARY = 12, 24
+NO_FILTER = FilterConfig()
 CONFIGS = {
     "gspo": LossConfig(sequence_level_importance_ratios=True, token_level_loss=False),
     "token_level": LossConfig(),
@@ -95,16 +96,19 @@ def places_of(params, mesh):
     )
 
 
-def evaluate(layout, config, dtype="float32", mesh=None, chunk_size=None):
+def evaluate(
+    layout, config, dtype="float32", mesh=None, chunk_size=None, filter=NO_FILTER, batch=None
+):
     """Loss, gradient and metrics of the batch in a layout, and its scores back in rows."""
-    batch, (policy, params) = make_batch(dtype=dtype), model(dtype)
+    policy, params = model(dtype)
+    batch = make_batch(dtype=dtype) if batch is None else batch
     places, laid = places_of(params, mesh), layout.lay_out(batch)
     placed = laid.batch if places is None else rules.place(laid.batch, places.mesh)
     how = dict(micro_batches=layout.micro_batches, chunk_size=chunk_size, places=places)
     gradient = step.make_gradient_step(
-        policy, config, FilterConfig(), max_segments=layout.max_segments, **how
+        policy, config, filter, max_segments=layout.max_segments, **how
     )
-    score = step.make_score_step(policy, FilterConfig(), **how)
+    score = step.make_score_step(policy, filter, **how)
     found = gradient(params, placed, trajectories.count(batch))
     scores = laid.restore(jax.device_get(score(params, placed)), WIDTH)
     return jax.device_get(found), scores
