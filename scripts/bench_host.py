@@ -138,7 +138,7 @@ def one_step(
     scored = np.where(batch.token_mask, batch.generation_logprobs + noise, 0)
     batch = batch.replace(prev_logprobs=scored, reference_logprobs=scored, values=scored)
     prepared = clock.run("advantages", prepare.finish, rollout, weighed, batch, rules)
-    parts = clock.run("counts", lambda: list(prepare.split_updates(prepared.batch, 4)))
+    parts = clock.run("counts", prepare.split_updates, prepared.batch, 4)
     layout = Layout(micro_rows=8)
     clock.run("layout", lambda: [layout.lay_out(part) for part, _ in parts])
     clock.run("summary", rollouts.summary, rollout)

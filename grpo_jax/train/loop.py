@@ -6,7 +6,7 @@ root key folded with the step, so a resumed run draws what the uninterrupted one
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ from grpo_jax.train import prepare, reporting
 from grpo_jax.train import rollout as rollouts
 from grpo_jax.train.checkpoint import Checkpointer
 from grpo_jax.train.interrupt import Interrupt
-from grpo_jax.train.layout import Layout
+from grpo_jax.train.layout import Laid, Layout
 from grpo_jax.train.state import TrainState
 from grpo_jax.train.step import ScoreStep, TrainStep
 
@@ -244,17 +244,16 @@ def _update(
     policy, which stays as it is.
     """
     found: dict[str, float] = {}
+    updates = _lay_out(parts, batch)
     critic, state = state.critic, dataclasses.replace(state, critic=None)
     if parts.critic is not None and critic is not None:
-        critic, found = _update_critic(parts, parts.critic, critic, batch, step)
+        critic, found = _update_critic(parts, parts.critic, critic, updates, step)
         if step <= parts.critic.warmup_steps:
             names = ("update_applied", "skipped_empty", "skipped_nonfinite")
             return dataclasses.replace(state, critic=critic), found | dict.fromkeys(names, 0.0)
-        batch = batch.replace(values=None, returns=None)  # the policy's loss does not read them
-    results, laid = [], []
-    for i, (part, counts) in enumerate(_split(parts, batch)):
-        laid.append(parts.layout.lay_out(part))
-        part = laid[-1].batch
+    results = []
+    for i, (laid, counts) in enumerate(updates):
+        part = laid.batch.replace(values=None, returns=None)  # the policy's loss does not read them
         placed = parts.place(part)
         asked = step in config.dump_steps
         current = parts.score_current(state.params, placed) if asked else None
@@ -272,17 +271,21 @@ def _update(
                     f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
                     f"no update was applied; the inputs are in {path}"
                 )
-    metrics = found | prepare.merge_updates(results) | layouts.report(laid)
+    metrics = found | prepare.merge_updates(results) | layouts.report([laid for laid, _ in updates])
     return dataclasses.replace(state, critic=critic), metrics
 
 
 def _update_critic(
-    parts: Parts, critic: critics.Critic, state: TrainState, batch: Batch, step: int
+    parts: Parts,
+    critic: critics.Critic,
+    state: TrainState,
+    updates: Sequence[tuple[Laid, Counts]],
+    step: int,
 ) -> tuple[TrainState, dict[str, float]]:
     """Run the critic's updates, on the parts of the rollout that the policy's take too."""
     results = []
-    for part, counts in _split(parts, batch):
-        placed = parts.place(parts.layout.lay_out(part).batch)
+    for laid, counts in updates:
+        placed = parts.place(laid.batch)
         state, metrics = critic.step(state, placed, counts)
         results.append({name: float(x) for name, x in jax.device_get(metrics).items()})
         if results[-1]["skipped_nonfinite"] > 0:
@@ -293,9 +296,13 @@ def _update_critic(
     return state, critics.report(prepare.merge_updates(results))
 
 
-def _split(parts: Parts, batch: Batch) -> Iterator[tuple[Batch, Counts]]:
-    rollout = parts.rollout
-    return prepare.split_updates(batch, rollout.updates_per_rollout, rollout.epochs, parts.gather)
+def _lay_out(parts: Parts, batch: Batch) -> list[tuple[Laid, Counts]]:
+    """The updates of a rollout as the devices get them, with their counts.
+
+    Further epochs go over the same ones in the same order.
+    """
+    split = prepare.split_updates(batch, parts.rollout.updates_per_rollout, parts.gather)
+    return [(parts.layout.lay_out(part), counts) for part, counts in split] * parts.rollout.epochs
 
 
 def _watch(

@@ -8,7 +8,7 @@ row of the batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -321,21 +321,15 @@ def _pad(array: np.ndarray, rows: int) -> Any:
     return np.pad(array, ((0, rows - array.shape[0]), (0, 0)))
 
 
-def split_updates(
-    batch: Batch, updates: int, epochs: int = 1, gather: Gather = alone
-) -> Iterator[tuple[Batch, Counts]]:
+def split_updates(batch: Batch, updates: int, gather: Gather = alone) -> list[tuple[Batch, Counts]]:
     """Cut a batch into the global batches of its optimizer updates, each with its own counts.
 
     Counts are those of all processes: together, their parts are one global batch.
-    Further epochs go over the same parts in the same order.
     """
     rows = batch.tokens.shape[0] // updates
     all_sum = processes.all_sum(gather)
-    parts = [
-        (part, trajectories.count(part, all_sum)) for part in trajectories.split_rows(batch, rows)
-    ]
-    for _ in range(epochs):
-        yield from parts
+    parts = trajectories.split_rows(batch, rows)
+    return [(part, trajectories.count(part, all_sum)) for part in parts]
 
 
 _TOTALS = {"tokens", "sequences", "update_applied", "skipped_empty", "skipped_nonfinite"} | {

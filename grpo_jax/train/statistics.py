@@ -165,12 +165,3 @@ def lengths(tokens: np.ndarray, truncated: np.ndarray | None = None) -> dict[str
     if truncated is not None:
         metrics["length/truncated"] = float(np.mean(truncated))
     return metrics
-
-
-def pooled_mean(totals: Sequence[float], counts: Sequence[float]) -> float:
-    """The mean over everything, from the total and count of each process; NaN without any count.
-
-    Σ total / Σ count          never the mean of the processes' means
-    """
-    count = float(np.sum(counts))
-    return float(np.sum(totals)) / count if count else float("nan")

@@ -1,6 +1,7 @@
 """Between the sampler and the loss: which rows are trained, with what advantage, in what batch."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,9 +13,11 @@ from grpo_jax.data.tokenizer import ByteTokenizer
 from grpo_jax.rewards.scoring import Scores
 from grpo_jax.rewards.shaping import ScalingConfig, ShapingConfig
 from grpo_jax.sampling.generate import STOP_REASONS, Generation
-from grpo_jax.train import prepare
+from grpo_jax.scale.processes import alone
+from grpo_jax.train import loop, prepare
 from grpo_jax.train import rollout as rollouts
 from grpo_jax.train.filters import FiltersConfig
+from grpo_jax.train.layout import Layout
 from grpo_jax.train.rollout import Override, Rollout, RolloutConfig
 
 CONFIG = RolloutConfig(prompts_per_step=2, completions_per_prompt=2, length_multiple=8)
@@ -101,7 +104,7 @@ def test_dropped_rows_have_no_weight_and_a_reason(filters, sampled, dropped):
     inside = np.asarray(prepared.batch.segment_ids) > 0
     for i in range(4):
         assert np.all(weights[i][inside[i]] == (0 if i in dropped else 1))
-    counts = next(prepare.split_updates(prepared.batch, 1))[1]
+    ((_, counts),) = prepare.split_updates(prepared.batch, 1)
     assert counts.sequences == 4 - len(dropped)
 
 
@@ -223,7 +226,7 @@ def test_values_become_advantages_and_returns_of_trained_tokens():
     np.testing.assert_allclose(prepared.returns, np.where(mask, rewards, 0), atol=1e-6)
     expected = np.where(mask, rewards - 0.25, 0)
     np.testing.assert_allclose(prepared.advantages, expected, atol=1e-6)
-    part, counts = next(prepare.split_updates(prepared, 1))
+    ((part, counts),) = prepare.split_updates(prepared, 1)
     assert part.returns.shape == part.tokens.shape and counts.tokens == 6
 
 
@@ -237,11 +240,18 @@ def test_order_of_rows_changes_nothing():
 
 def test_updates_split_rows_and_count_each_part():
     prepared = run(rollout(), rules(FiltersConfig(drop_constant_groups=True)))
-    parts = list(prepare.split_updates(prepared.batch, 2))
+    parts = prepare.split_updates(prepared.batch, 2)
     assert [float(c.tokens) for _, c in parts] == [3.0, 0.0]
     assert [p.tokens.shape for p, _ in parts] == [(2, 8), (2, 8)]
-    again = list(prepare.split_updates(prepared.batch, 2, epochs=2))
-    assert [float(c.tokens) for _, c in again] == [3.0, 0.0, 3.0, 0.0]
+
+
+def test_epochs_go_over_the_same_updates_which_are_laid_out_once():
+    batch = run(rollout(), rules()).batch
+    config = RolloutConfig(2, 2, updates_per_rollout=2, epochs=3)
+    parts = SimpleNamespace(rollout=config, layout=Layout(micro_rows=1), gather=alone)
+    updates = loop._lay_out(parts, batch)
+    assert [float(counts.tokens) for _, counts in updates] == [3.0, 4.0] * 3
+    assert len({id(laid.batch) for laid, _ in updates}) == 2
 
 
 def test_dynamic_sampling_collects_until_groups_differ():
@@ -293,7 +303,7 @@ def test_nothing_at_all_is_a_batch_without_weight():
     """Dynamic sampling that found no group to train must not end the run."""
     empty = prepare.take(rollout(), np.array([], int))
     prepared = run(empty, rules())
-    batch, counts = next(prepare.split_updates(prepared.batch, 1))
+    ((batch, counts),) = prepare.split_updates(prepared.batch, 1)
     assert batch.tokens.shape[0] == 4 and counts.tokens == 0 and counts.sequences == 0
     assert rollouts.summary(empty)["length/max"] == 0
 

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_jax.core import advantages
 from grpo_jax.core.advantages import AdvantageConfig
 from grpo_jax.data.prompts import Example, Prompt
 from grpo_jax.rewards.scoring import Scores
 from grpo_jax.rewards.shaping import ShapingConfig
 from grpo_jax.sampling.generate import Generation
+from grpo_jax.scale import processes
 from grpo_jax.scale.processes import alone, gather
 from grpo_jax.train import prepare
 from grpo_jax.train import rollout as rollouts
@@ -154,6 +156,20 @@ def test_groups_spread_over_processes_make_the_step_of_one(estimator):
     assert whole[3]["overrides/tool/rows"] == 4 and len(set(whole[1])) >= 2
 
 
+def test_a46_a_mean_over_processes_is_not_the_mean_of_their_means():
+    """Rank 0: two tokens of value 1; rank 1: eight tokens of value 3."""
+
+    def program(values):
+        def run(gather):
+            mask = np.ones((len(values), 1))
+            return advantages.summarise(np.array(values), mask, all_sum=processes.all_sum(gather))
+
+        return run
+
+    for metrics in in_processes([program([1.0] * 2), program([3.0] * 8)]):
+        assert metrics["advantages/mean"] == 2.6
+
+
 def test_dynamic_sampling_goes_on_while_any_process_is_short():
     whole, _ = make()
     plain = prepare.Rules(
@@ -225,7 +241,7 @@ def test_two_real_processes_agree():
     path = os.pathsep.join([str(here), str(here.parent.parent)])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": ""}
     code = "import sys, test_processes; test_processes.main(*sys.argv[1:])"
-    processes = [
+    running = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(port), str(index)],
             stdout=subprocess.PIPE,
@@ -236,9 +252,9 @@ def test_two_real_processes_agree():
         for index in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in running]
     finally:
-        for process in processes:
+        for process in running:
             process.kill()
     for index, (output, errors) in enumerate(outputs):
         assert f"agreed {index}" in output, errors

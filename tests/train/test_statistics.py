@@ -56,12 +56,6 @@ def test_a52_a_failed_rollout_does_not_rename_the_label():
     assert metrics["pass@1"] == 0.5 and metrics["pass@4"] == 1 and metrics["pass^4"] == 0
 
 
-def test_a46_pooled_mean_is_not_the_mean_of_rank_means():
-    # Rank 0: two tokens of value 1; rank 1: eight tokens of value 3.
-    assert statistics.pooled_mean([2 * 1, 8 * 3], [2, 8]) == 2.6
-    assert math.isnan(statistics.pooled_mean([0, 0], [0, 0]))
-
-
 def test_a53_rewards_that_are_not_binary_are_a_mean_reward():
     metrics = statistics.evaluation(np.array([1, 0.5, -1, 2]), 1)
     assert metrics["mean_reward"] == 0.625
