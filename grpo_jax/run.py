@@ -182,9 +182,11 @@ def _describe(
     )
     skipped = f", {data.too_long} too long and skipped" if data.too_long else ""
     if data.overlapping:
+        skipped += f", {data.overlapping} equal to a held-out one and left out"
+    if data.overlapping and (config.data.eval_path or config.data.eval_split):
         console.print(
-            f"[yellow]warning:[/yellow] {data.overlapping} training prompts equal a held-out "
-            "prompt and were left out, so that evaluation sees prompts that were never trained"
+            f"[yellow]warning:[/yellow] {data.overlapping} training prompts are in the held-out "
+            "set too; they are not trained, and whoever made the two sets may want to know"
         )
     console.print(
         f"data    {config.data.source}:{config.data.path or config.data.name}: {len(data.train)} "

@@ -1,16 +1,44 @@
 """The commands themselves: what a run holds in memory once it has begun."""
 
 import gc
+import io
+import json
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from rich.console import Console
 
 from grpo_jax import config as configs
 from grpo_jax import run
+from grpo_jax.data import prompts
+from grpo_jax.data.tokenizer import ByteTokenizer
 from grpo_jax.models import hf, presets, transformer
 from grpo_jax.train import loop
 
 WIDTH = 24  # no other test has weights of this shape
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_prompts_left_out_because_they_are_held_out_are_said(tmp_path, separate):
+    """Duplicates inside one source are a fact about it; between two sets they are a leak."""
+    rows = [{"prompt": f"q{i % 3}", "answer": "a"} for i in range(12)]
+    for name in ("train", "held_out"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    chosen = {"eval_path": str(tmp_path / "held_out.jsonl")} if separate else {}
+    settings = {"source": "jsonl", "path": str(tmp_path / "train.jsonl"), "eval_size": 1}
+    config = configs.from_dict({"data": settings | chosen})
+    data = prompts.load_prompts(config.data, ByteTokenizer())
+    mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]))
+    model = SimpleNamespace(loaded=SimpleNamespace(params={}), mesh=mesh)
+    console = Console(record=True, width=200, file=io.StringIO())
+    run._describe(console, config, model, data)
+    text = console.export_text()
+    assert f"{data.overlapping} equal to a held-out one and left out" in text
+    assert data.overlapping == (4 if separate else 3)
+    assert ("warning: 4 training prompts are in the held-out set too" in text) == separate
 
 
 class _BegunError(Exception):
