@@ -37,6 +37,9 @@ class Policy(NamedTuple):
     Saying so lets the head's gradient be written block by block, without a second copy of it.
     `head_shards` says that the arrays live on a mesh, and into how many parts it cuts those rows: a
     block then takes a part of each, and filters use nothing but sums over rows. None: one device.
+
+    A model with routed experts may say where tokens go: `expert_counts`, with the arguments of
+    `hidden`, returns f32[B, layers, experts], the real tokens of each row that went to each expert.
     """
 
     hidden: HiddenFn
@@ -44,6 +47,7 @@ class Policy(NamedTuple):
     unembed: UnembedFn
     row_wise_head: bool = False
     head_shards: int | None = None
+    expert_counts: HiddenFn | None = None
 
 
 class Decoder(NamedTuple):

@@ -20,6 +20,7 @@ _HARMLESS = frozenset(
     " is_encoder_decoder label2id max_window_layers name_or_path output_attentions"
     " output_hidden_states pretraining_tp problem_type return_dict sliding_window"
     " transformers_version transformers.js_config use_cache unsloth_fixed unsloth_version"
+    " output_router_logits router_aux_loss_coef"
     " is_llama_config torchscript use_bfloat16".split()
 )
 # Fields that change the numbers, with the only value that is implemented. A family that reads one

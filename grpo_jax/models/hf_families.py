@@ -86,6 +86,40 @@ def _smollm3_fields(config: ModelConfig) -> Fields:
     }
 
 
+def _qwen3_moe(fields: Fields) -> Fields:
+    window = fields["sliding_window"] if fields.get("use_sliding_window") else None
+    return {
+        "qk_norm": True,
+        "num_experts": fields["num_experts"],
+        "experts_per_token": fields["num_experts_per_tok"],
+        "expert_size": fields["moe_intermediate_size"],
+        "normalize_experts": fields["norm_topk_prob"],
+        **_layers(fields["num_hidden_layers"], window, lambda i: True),
+    }
+
+
+def _qwen3_moe_fields(config: ModelConfig) -> Fields:
+    return {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": config.expert_size,
+        "norm_topk_prob": config.normalize_experts,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "sliding_window": config.window,
+        "use_sliding_window": config.window is not None,
+    }
+
+
+def _qwen3_moe_usual(fields: Fields) -> Fields:
+    """Read `num_local_experts`, as transformers 5 writes it, under its older name."""
+    fields = dict(fields)
+    if "num_local_experts" in fields:
+        fields["num_experts"] = fields.pop("num_local_experts")
+    return fields
+
+
 def _gemma(fields: Fields) -> Fields:
     period = 2 if fields["model_type"] == "gemma2" else fields.get("sliding_window_pattern") or 6
     local = _listed(fields) or (lambda i: (i + 1) % period != 0)
@@ -257,5 +291,22 @@ FAMILIES: dict[str, Family] = {
             "final_logit_softcapping": None,
         },
         usual=_gemma3_usual,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _qwen3_moe,
+        _qwen3_moe_fields,
+        reads="use_sliding_window sliding_window num_experts num_experts_per_tok"
+        " moe_intermediate_size norm_topk_prob",
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        usual=_qwen3_moe_usual,
     ),
 }

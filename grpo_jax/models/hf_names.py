@@ -27,6 +27,12 @@ _SANDWICH = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.gate": "mlp.experts.{e}.gate_proj",
+    "mlp.up": "mlp.experts.{e}.up_proj",
+    "mlp.down": "mlp.experts.{e}.down_proj",
+}
 
 
 def file_names(
@@ -36,7 +42,7 @@ def file_names(
 
     Args:
       path: of the array in the parameter tree.
-      shape: of the array; inside the layers L comes first.
+      shape: of the array; inside the layers L comes first, then E for experts.
       config: the model.
 
     Returns:
@@ -44,9 +50,14 @@ def file_names(
     """
     ours = ".".join(key.key for key in path)
     inside = {**_INSIDE_LAYERS, **(_SANDWICH if config.sandwich_norms else {})}
+    inside |= _EXPERTS if config.num_experts else {}
     if not ours.startswith("layers."):
         return [_OUTSIDE_LAYERS[ours]], shape
     module, _, kind = ours.removeprefix("layers.").rpartition(".")
     kind = "bias" if kind == "bias" else "weight"
     name = f"{inside[module]}.{kind}"
-    return [f"model.layers.{i}.{name}" for i in range(config.num_layers)], shape[1:]
+    names = [f"model.layers.{i}.{name}" for i in range(config.num_layers)]
+    if "{e}" not in name:
+        return names, shape[1:]
+    experts = range(config.num_experts)
+    return [name.replace("{e}", str(e)) for name in names for e in experts], shape[2:]

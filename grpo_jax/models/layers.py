@@ -1,7 +1,8 @@
 """The layers that the transformers of this package are made of, as Flax NNX modules.
 
 Symbols: `B` rows, `T` tokens a row, `S` cached positions, `D` width, `F` width of the MLP, `H`
-query heads, `K` key-value heads, `G = H / K`, `hd` width of a head.
+query heads, `K` key-value heads, `G = H / K`, `hd` width of a head, `E` experts, `k`
+experts a token.
 
 Matrices are stored as [out, in], as Hugging Face stores them: `x @ W^T` is the fast form on a CPU
 for the forward and for both gradients, and a checkpoint is loaded and saved without a transpose.
@@ -40,14 +41,17 @@ def pick(views: tuple[View, ...], which: jax.Array | int) -> View:
 class Linear(nnx.Module):
     """y = x W^T + b."""
 
-    def __init__(self, inputs: int, outputs: int, config: ModelConfig, rngs, bias: bool = False):
+    def __init__(
+        self, inputs: int, outputs: int, config: ModelConfig, rngs, bias=False, frozen=False
+    ):
         self.compute_dtype = config.compute_dtype
+        self.frozen = frozen
         weight = jax.random.normal(rngs.params(), (outputs, inputs), jnp.float32)
         self.weight = nnx.Param((config.initializer_range * weight).astype(config.param_dtype))
         self.bias = nnx.Param(jnp.zeros((outputs,), config.param_dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...].astype(self.compute_dtype)
+        weight = self._weight()
         y = jnp.einsum("...i,oi->...o", x, weight)
         return y if self.bias is None else _add_bias(y, self.bias[...])
 
@@ -56,9 +60,13 @@ class Linear(nnx.Module):
 
         The barrier keeps XLA from folding the transposes into a dot that misses its fast path.
         """
-        weight = self.weight[...].astype(self.compute_dtype)
+        weight = self._weight()
         y = jax.lax.optimization_barrier(weight @ x.T).T
         return y if self.bias is None else _add_bias(y, self.bias[...])
+
+    def _weight(self) -> jax.Array:
+        weight = self.weight[...].astype(self.compute_dtype)
+        return jax.lax.stop_gradient(weight) if self.frozen else weight
 
 
 Apply = Callable[[Linear, jax.Array], jax.Array]  # Linear.__call__ or Linear.rows
@@ -118,6 +126,69 @@ class MLP(nnx.Module):
         return linear(self.down, self.activation(linear(self.gate, x)) * linear(self.up, x))
 
 
+# x [M, in], sorted by expert, times W [E, out, in].
+_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(0,),
+)
+
+
+class ExpertLinear(nnx.Module):
+    """y = x W_e^T, each token with the matrix of its own expert."""
+
+    def __init__(self, inputs: int, outputs: int, config: ModelConfig, rngs):
+        self.compute_dtype = config.compute_dtype
+        shape = (config.num_experts, outputs, inputs)
+        weight = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)
+        self.weight = nnx.Param(weight.astype(config.param_dtype))
+
+    def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
+        """Multiply x [M, in], sorted by expert; i32[E] `counts` of its rows go to each."""
+        weight = self.weight[...].astype(self.compute_dtype)
+        return jax.lax.ragged_dot_general(x, weight, counts, _BY_EXPERT)
+
+
+class Experts(nnx.Module):
+    """Routed experts, each an MLP, behind the same door as `MLP` (arXiv:1701.06538).
+
+        p = softmax(router(x))                       in float32 or wider
+        y = sum over the k largest p_e of w_e mlp_e(x),   w_e = p_e, or p_e / their sum
+
+    No token is dropped: copies of tokens are sorted by expert, and one ragged product gives each
+    expert its own, so what a token gets depends on that token alone. The product is a kernel on
+    TPU and GPU; on a CPU it is a masked one over all experts, right but E / k times the work.
+    """
+
+    def __init__(self, config: ModelConfig, rngs):
+        self.config = config
+        width, inner, frozen = config.hidden_size, config.expert_size, config.freeze_router
+        self.router = Linear(width, config.num_experts, config, rngs, frozen=frozen)
+        self.gate = ExpertLinear(width, inner, config, rngs)
+        self.up = ExpertLinear(width, inner, config, rngs)
+        self.down = ExpertLinear(inner, width, config, rngs)
+
+    def __call__(self, x: jax.Array, linear: Apply = Linear.__call__) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens, linear)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        copies = tokens[order // self.config.experts_per_token]
+        counts = jnp.sum(jax.nn.one_hot(chosen, self.config.num_experts, dtype=jnp.int32), (0, 1))
+        activation = ACTIVATIONS[self.config.activation]
+        inner = activation(self.gate(copies, counts)) * self.up(copies, counts)
+        parts = self.down(inner, counts)[jnp.argsort(order)].reshape(*chosen.shape, -1)
+        return jnp.einsum("nkd,nk->nd", parts, weights).reshape(x.shape)
+
+    def route(self, x: jax.Array, linear: Apply = Linear.__call__) -> tuple[jax.Array, jax.Array]:
+        """Return the weights [..., k] in the dtype of x, and the chosen experts i32[..., k]."""
+        logits = linear(self.router, x)
+        chances = jax.nn.softmax(logits.astype(_at_least_float32(x)), axis=-1)
+        weights, chosen = jax.lax.top_k(chances, self.config.experts_per_token)
+        if self.config.normalize_experts:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return weights.astype(x.dtype), chosen
+
+
 class Attention(nnx.Module):
     """Causal attention in which G query heads share one key-value head (arXiv:2305.13245)."""
 
@@ -156,7 +227,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config)
-        self.mlp = MLP(config, rngs)
+        self.mlp = Experts(config, rngs) if config.num_experts else MLP(config, rngs)
         self.attention_post_norm = RMSNorm(config) if config.sandwich_norms else None
         self.mlp_post_norm = RMSNorm(config) if config.sandwich_norms else None
 
@@ -164,8 +235,17 @@ class Block(nnx.Module):
         mixed, keys_values = self.attention(self.attention_norm(x), view)
         return self._finish(x, mixed), keys_values
 
+    def chosen_experts(self, x: jax.Array, view: View) -> jax.Array:
+        """Return which experts the tokens x [B, T, D] go to: i32[B, T, k]."""
+        assert isinstance(self.mlp, Experts)
+        mixed, _ = self.attention(self.attention_norm(x), view)
+        return self.mlp.route(self.mlp_norm(self._add_attention(x, mixed)))[1]
+
+    def _add_attention(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        return x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+
     def _finish(self, x: jax.Array, mixed: jax.Array, linear: Apply = Linear.__call__) -> jax.Array:
-        x = x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        x = self._add_attention(x, mixed)
         y = self.mlp(self.mlp_norm(x), linear)
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 

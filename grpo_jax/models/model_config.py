@@ -16,7 +16,7 @@ Kind = Literal["global", "local", "global_nope", "local_nope"]
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
 REMAT_NAMES: tuple[str, ...] = get_args(Remat)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "qwen3_moe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,11 @@ class ModelConfig:
     query_width: int | None = None  # scores are q k^T / sqrt(this); None: hd (Gemma)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c) (Gemma 2)
     logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c) (Gemma 2)
+    num_experts: int = 0  # E; more than 0: routed experts in the place of each MLP (Qwen3-MoE)
+    experts_per_token: int = 0  # k
+    expert_size: int = 0  # width of an expert's MLP; intermediate_size is then not used
+    normalize_experts: bool = False  # the weights of a token's k experts add up to 1
+    freeze_router: bool = False  # the router's weights get no gradient
     pattern: tuple[Kind, ...] = ("global",)  # layer i is of kind pattern[i % len(pattern)]
     window: int | None = None  # tokens that a local layer sees, itself among them
     local_rope_theta: float | None = None  # of local layers, unscaled; None: as others (Gemma 3)
@@ -109,6 +114,7 @@ class ModelConfig:
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or null")
         self._check_pattern()
+        self._check_experts()
 
     def _check_pattern(self) -> None:
         if not self.pattern:
@@ -120,6 +126,22 @@ class ModelConfig:
             raise ValueError(f"window={self.window}: local layers need one of at least 1 token")
         if self.window is not None and not local:
             raise ValueError(f"window={self.window} has no local layer in pattern={self.pattern}")
+
+    def _check_experts(self) -> None:
+        if self.num_experts:
+            if not 1 <= self.experts_per_token <= self.num_experts:
+                raise ValueError(
+                    f"experts_per_token={self.experts_per_token} must be from 1 to"
+                    f" num_experts={self.num_experts}"
+                )
+            if self.expert_size < 1:
+                raise ValueError(f"expert_size={self.expert_size} must be at least 1")
+            return
+        for name in ("experts_per_token", "expert_size", "normalize_experts", "freeze_router"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs routed experts, and num_experts=0"
+                )
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

@@ -6,13 +6,15 @@ Outside this package a model is a `Policy` (pure functions) and a plain nested d
     layers: stacked [L, ...]
       attention.{query,key,value,output}.weight [out, in] · .bias [out] (query, key, value; Qwen2)
       attention.{query,key}_norm.scale [hd] (Qwen3, Gemma 3)
-      mlp.{gate,up,down}.weight [out, in] · attention_norm.scale, mlp_norm.scale [D]
+      mlp.{gate,up,down}.weight [out, in], with experts [E, out, in] · mlp.router.weight [E, D]
+      attention_norm.scale, mlp_norm.scale [D]
       attention_post_norm.scale, mlp_post_norm.scale [D] (Gemma)
 
-Symbols: `B` rows, `T` tokens a row, `D` width, `V` vocabulary, `L` layers.
+Symbols: `B` rows, `T` tokens a row, `D` width, `V` vocabulary, `L` layers, `E` experts.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,17 +62,31 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array):
         """Return hidden [B, T, D] for i32[B, T] tokens, positions and segment ids."""
+        return self.norm(self._walk(tokens, positions, segment_ids, lambda block, x, view: None)[0])
+
+    def expert_counts(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array):
+        """Count the real tokens of each row that each layer sends to each expert: f32[B, L, E]."""
+        real = (segment_ids > 0).astype(jnp.float32)
+
+        def look(block: layers.Block, x: jax.Array, view: layers.View) -> jax.Array:
+            chosen = jax.nn.one_hot(block.chosen_experts(x, view), self.config.num_experts)
+            return jnp.einsum("btke,bt->be", chosen, real)
+
+        return self._walk(tokens, positions, segment_ids, look)[1].swapaxes(0, 1)
+
+    def _walk(self, tokens, positions, segment_ids, look: Callable[..., Any]):
+        """Return x [B, T, D] after the last layer, and what `look` saw in front of each layer."""
         views = row_views(self.config, positions, segment_ids)
         block, stacked = nnx.split(self.layers)
 
         def one_layer(x, layer):
             weights, kind = layer
-            x, _ = nnx.merge(block, weights)(x, layers.pick(views, kind))
-            return x, None
+            merged, view = nnx.merge(block, weights), layers.pick(views, kind)
+            return merged(x, view)[0], look(merged, x, view)
 
         one_layer = remat(one_layer, self.config.remat)
         stacked = (stacked, kind_of_layer(self.config))
-        return self.norm(jax.lax.scan(one_layer, self.embed(tokens), stacked)[0])
+        return jax.lax.scan(one_layer, self.embed(tokens), stacked)
 
 
 def kind_of_layer(config: ModelConfig) -> np.ndarray:
@@ -154,12 +170,17 @@ def policy_for(config: ModelConfig) -> Policy:
         return module_for(config, params)(tokens, positions, segment_ids)
 
     head = functools.partial(head_of, config)
+
+    def expert_counts(params: Params, tokens, positions, segment_ids) -> jax.Array:
+        return module_for(config, params).expert_counts(tokens, positions, segment_ids)
+
     capped = functools.partial(unembed, cap=config.logit_soft_cap)
     return Policy(
         hidden=hidden,
         head=head,
         unembed=unembed if config.logit_soft_cap is None else capped,
         row_wise_head=True,
+        expert_counts=expert_counts if config.num_experts else None,
     )
 
 

@@ -35,6 +35,24 @@ class TorchModel:
         mask = torch.tensor(np.asarray(segment_ids) > 0).long()
         return self.module(torch.tensor(np.asarray(tokens)).long(), attention_mask=mask).logits  # type: ignore
 
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Return the gradients under the names of files, which keep each expert by itself."""
+        named = {}
+        for name, weight in self.module.named_parameters():  # type: ignore
+            gradient = weight.grad.numpy()
+            if name.endswith("experts.gate_up_proj"):
+                parts = {"gate_proj": 0, "up_proj": 1}
+                halves = gradient.reshape(len(gradient), 2, -1, gradient.shape[-1])
+            elif name.endswith("experts.down_proj"):
+                parts, halves = {"down_proj": 0}, gradient[:, None]
+            else:
+                named[name] = gradient
+                continue
+            stem = name.rpartition(".")[0]
+            for part, i in parts.items():
+                named |= {f"{stem}.{e}.{part}.weight": half[i] for e, half in enumerate(halves)}
+        return named
+
 
 @pytest.fixture(scope="session")
 def torch_models(tmp_path_factory):
@@ -52,7 +70,9 @@ def torch_models(tmp_path_factory):
             kind, changes = FAMILIES[family]
             torch.manual_seed(0)
             config = AutoConfig.for_model(kind, **{**SIZES, **changes})
-            module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            module = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager"
+            )
             for name, weight in module.named_parameters():
                 if name.endswith("bias") or "norm" in name:  # born 0 or 1: would hide a mistake
                     torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)

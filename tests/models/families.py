@@ -73,6 +73,27 @@ FAMILIES = {
             },
         },
     ),
+    "experts": (
+        "qwen3_moe",
+        {
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "experts, weights as they are": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
     "dynamic": (
         "llama",
         {

@@ -24,6 +24,12 @@ SWITCHES = {
         "attention_soft_cap": 2.0,
         "logit_soft_cap": 3.0,
     },
+    "experts": {
+        "num_experts": 5,
+        "experts_per_token": 2,
+        "expert_size": 24,
+        "normalize_experts": True,
+    },
     # Three kinds of layers, whose windows begin inside the prompt and inside what is decoded.
     "untied, mixed": {
         "tie_embeddings": False,

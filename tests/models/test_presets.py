@@ -20,6 +20,12 @@ from grpo_jax.models import model_config, presets, transformer
         ({"pattern": ("all",)}, "pattern='all' is not known; choose one of global, local"),
         ({"pattern": ("local",)}, "window=None: local layers need one of at least 1 token"),
         ({"window": 8}, "window=8 has no local layer in pattern"),
+        ({"activation": "relu"}, "activation='relu' is not known; choose one of silu, gelu_tanh"),
+        ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be positive, or null"),
+        ({"num_experts": 4, "expert_size": 8}, "experts_per_token=0 must be from 1 to num_exp"),
+        ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be from 1 to num"),
+        ({"num_experts": 4, "experts_per_token": 2}, "expert_size=0 must be at least 1"),
+        ({"freeze_router": True}, "freeze_router=True needs routed experts, and num_experts=0"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):

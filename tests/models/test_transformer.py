@@ -70,10 +70,10 @@ def test_logits_and_gradients_equal_transformers_in_float64(x64, torch_models, r
     np.testing.assert_allclose(
         np.asarray(ours)[real], theirs.detach().numpy()[real], rtol=0, atol=1e-5
     )
-    named = dict(torch_model.module.named_parameters())
+    named = torch_model.gradients()
     seen = 0
     for name, gradient in hf.named_tensors(model.config, gradients):
-        expected = named[name].grad.numpy()
+        expected = named[name]
         np.testing.assert_allclose(
             gradient, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=name
         )
@@ -134,6 +134,10 @@ MIXED = {
     "query_width": 40,
     "attention_soft_cap": 2.0,
     "logit_soft_cap": 3.0,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_size": 24,
+    "normalize_experts": True,
 }
 
 
@@ -173,6 +177,30 @@ def test_the_program_does_not_grow_with_depth(switches):
         return lowered.as_text().count("\n")
 
     assert lines(30) == lines(6) > 100
+
+
+def test_a_frozen_router_has_no_gradient_and_the_rest_has_its_own(mixed, rows):
+    batch = rows(264, [9, 5, 3], 32)
+    value, gradients = mixed.grad(mixed.params, *batch)
+    frozen = dataclasses.replace(mixed.config, freeze_router=True)
+    found, others = compile_grad(frozen, mixed.params)(mixed.params, *batch)
+    np.testing.assert_allclose(found, value, rtol=1e-6)
+    router, free = (g["layers"]["mlp"].pop("router")["weight"] for g in (others, gradients))
+    assert not router.any() and jnp.abs(free).max() > 1e-3
+    assert_close(others, gradients)  # tokens still feel the router through what they send to it
+
+
+def test_expert_counts_are_those_of_real_tokens(mixed, rows):
+    tokens, positions, segment_ids = rows(264, [9, 5, 0], 32)
+    counts = mixed.policy.expert_counts
+    assert (
+        counts is not None and transformer.policy_for(presets.preset("tiny")).expert_counts is None
+    )
+    found = jax.jit(counts)(mixed.params, tokens, positions, segment_ids)
+    assert found.shape == (3, 4, 4)  # rows, layers, experts
+    np.testing.assert_array_equal(found.sum(-1), 2 * np.array([[9], [5], [0]]) * np.ones(4))
+    alone = jax.jit(counts)(mixed.params, tokens[:1, :9], positions[:1, :9], segment_ids[:1, :9])
+    np.testing.assert_array_equal(alone[0], found[0])
 
 
 def test_padding_more_changes_nothing(tiny, rows):
