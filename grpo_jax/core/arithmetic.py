@@ -16,9 +16,42 @@ def clip_through(values: Array, low: Array | float, high: Array | float) -> Arra
     return jnp.where(values < low, low, jnp.where(values > high, high, values))
 
 
+def root(dtype: jnp.dtype) -> float:
+    """The fourth root of the type's largest number: 4.3e9 in float32.
+
+    An advantage, or a log-probability that stands as a factor, enters the loss with at most this
+    size, and one factor with its weight is at most `root³`. So no product overflows, and a factor
+    of `root` is left for sums over tokens and for small denominators.
+    """
+    return math.exp(_QUARTER * math.log(float(jnp.finfo(dtype).max)))
+
+
+_QUARTER = 0.25
+
+
 def largest_exponent(dtype: jnp.dtype) -> float:
-    """The exponent above which we do not follow `exp`: e^8 below the largest number of the type."""
-    return math.log(float(jnp.finfo(dtype).max)) - 8.0
+    """The exponent above which we do not follow `exp`: that of `root³`, 66.5 in float32."""
+    return 3 * _QUARTER * math.log(float(jnp.finfo(dtype).max))
+
+
+def bound(values: Array, limit: float | None = None) -> Array:
+    """Finite values cut to ±limit, without a derivative beyond; None stands for `root`.
+
+    Infinite and NaN values are faults of the input and pass through, so that they stay visible.
+    """
+    limit = root(values.dtype) if limit is None else limit
+    size = jnp.abs(values)
+    over = (size > limit) & (size < jnp.inf)
+    return jnp.where(over, jax.lax.stop_gradient(jnp.clip(values, -limit, limit)), values)
+
+
+def bound_weights(weights: Array, factor: Array) -> Array:
+    """Positive weights such that `weights · factor` stays within ±root³:
+
+    w ← min(w, root³ / max(|x|, 1))
+    """
+    limit = root(weights.dtype) ** 3
+    return jnp.minimum(weights, limit / jnp.maximum(jnp.abs(factor), 1.0))
 
 
 def cap_exponent(exponent: Array, cap: Array | float | None = None) -> Array:

@@ -112,14 +112,16 @@ def _weight(log_weight: Array, config: LossConfig) -> tuple[Array, Array]:
     """exp of a log-weight, and where the number type could not hold it.
 
     As in the torch reference such a weight becomes 0, so the token drops out of the actor term;
-    with `importance_weight_overflow="truncate"` it stays large, so that `tis` can bound it.
+    with `importance_weight_overflow="truncate"` it stays large, so that `tis` can bound it. Either
+    way a weight is at most `root³`, see `arithmetic`.
     """
     if config.importance_weight_overflow == "truncate":
         limit = arithmetic.largest_exponent(log_weight.dtype)
         return arithmetic.capped_exp(log_weight), log_weight > limit
     value = jnp.exp(log_weight)
     overflow = jnp.isposinf(value)
-    return jnp.where(overflow, 0, value), overflow
+    largest = arithmetic.root(value.dtype) ** 3
+    return jnp.where(overflow, 0, jnp.minimum(value, largest)), overflow
 
 
 def importance_weights(
@@ -135,7 +137,7 @@ def importance_weights(
 
     Inputs are nats, sanitised outside the actor mask; nothing here carries a gradient.
     """
-    log_weight = previous - generation
+    log_weight = arithmetic.bound(previous - generation)
     # The gates ignore what is not finite, as the torch reference does; v itself does not.
     finite = jnp.where(jnp.isfinite(log_weight), log_weight * actor.tokens, 0)
     log_product = sequences.sum(finite)

@@ -70,7 +70,7 @@ def view_batch(
         current=jnp.where(on, current, 0).astype(dtype),
         previous=jnp.where(on, previous, 0).astype(dtype),
         generation=jnp.where(on, generation, 0).astype(dtype),
-        advantages=jnp.where(on, batch.advantages, 0).astype(dtype),
+        advantages=arithmetic.bound(jnp.where(on, batch.advantages, 0).astype(dtype)),
         actor=actor,
         whole=whole,
         sequences=sequences,

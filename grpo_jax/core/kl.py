@@ -59,7 +59,8 @@ def calculate_kl(
 
     Where the input clamp `a` is active the weight `w` carries no gradient; the output clamp `b`
     stands after the weight, so it gates the weight's gradient too. Clips have derivative 1 on their
-    bounds. A clamp of None is off. Inputs are nats.
+    bounds. A clamp of None is off. Inputs are nats. Finite inputs give a finite result: see
+    `arithmetic.root`.
 
     Raises:
       ValueError: unknown `kl_type`.
@@ -71,7 +72,16 @@ def calculate_kl(
         if weights is not None:
             weights = jnp.where(inside, weights, jax.lax.stop_gradient(weights))
         difference = arithmetic.clip_through(difference, -input_clamp, input_clamp)
+    else:
+        difference = arithmetic.bound(difference)
     kl = ESTIMATORS[kl_type](difference)
     if weights is not None:
-        kl = weights * kl
+        # With an output clamp an infinite product is harmless: it is cut, and has no gradient.
+        kl = weights * kl if output_clamp is not None else _weighted(weights, kl)
     return kl if output_clamp is None else arithmetic.clip_through(kl, -output_clamp, output_clamp)
+
+
+def _weighted(weights: Array, kl: Array) -> Array:
+    """w · k; beyond `root³` the weight is that which reaches it, a constant."""
+    most = jax.lax.stop_gradient(arithmetic.bound_weights(weights, kl))
+    return jnp.where(weights > most, most, weights) * kl

@@ -21,6 +21,9 @@ BAND_TYPES = ("icepop", "seq-mask-tis", "geo-rs", "product-rs")
 SEQUENCE_TYPES = ("seq-mask-tis", "geo-rs", "product-rs")
 """Truncation types that keep or drop whole sequences."""
 
+LARGEST_CAP = 40.0
+"""Largest `log_ratio_cap`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
@@ -212,6 +215,13 @@ def _check_ranges(config: LossConfig) -> None:
     at_least("sapo_temperature_negative", 0.0, True, "1.05 is the paper's value")
     at_least("token_veto_threshold", 0.0, True, "use null to switch the veto off")
     at_least("log_ratio_cap", 0.0, True, "20 is the default")
+    if _is_number(config.log_ratio_cap) and config.log_ratio_cap > LARGEST_CAP:
+        _refuse(
+            "log_ratio_cap",
+            config.log_ratio_cap,
+            f"must be at most {LARGEST_CAP:g}: float32 ends at e^88, and the ratio is multiplied by"
+            " advantages and weights; 20 is the default",
+        )
     at_least("seq_logprob_error_threshold", 1.0, False, "the error of perfect agreement is 1")
 
 

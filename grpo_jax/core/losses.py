@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpo_jax.core import (
+    arithmetic,
     corrections,
     diagnostics,
     exclusion,
@@ -204,7 +205,9 @@ def _contributions(
     weights = _importance_weights(view, config)
     corrected = terms.loss
     if config.use_importance_sampling_correction:
-        corrected = weights.weights * terms.loss
+        # The derivative of a log-probability that is nearly 0 is larger than the loss: hence A.
+        size = jax.lax.stop_gradient(jnp.maximum(jnp.abs(terms.loss), jnp.abs(view.advantages)))
+        corrected = arithmetic.bound_weights(weights.weights, size) * terms.loss
     parts = {
         "actor_loss": _weigh(corrected, view.actor, view, config),
         "kl_penalty": _kl_term(scores, batch, view, config),
@@ -245,7 +248,7 @@ def _surrogate_terms(view: exclusion.View, config: LossConfig) -> surrogates.Ter
 
     log_ratio = view.current - view.previous
     if config.sequence_level_importance_ratios:
-        log_ratio = sequence_mean(log_ratio)
+        log_ratio = sequence_mean(arithmetic.bound(log_ratio))
     looked_at = surrogates.View(log_ratio, view.current, view.advantages, sequence_mean)
     return surrogates.SURROGATES[config.surrogate](looked_at, config)
 
@@ -337,7 +340,7 @@ def _positive_nll(batch: Batch, counts: Counts, view: exclusion.View, config: Lo
     total = counts.positives
     if config.positive_nll_local_count or total is None:
         total = jnp.sum(positive)
-    return -view.current * positive / (total + reductions.EPSILON)
+    return -arithmetic.bound(view.current) * positive / (total + reductions.EPSILON)
 
 
 def _entropy_term(scores: TokenScores, view: exclusion.View, config: LossConfig) -> Array:

@@ -98,7 +98,8 @@ def _correction(view: View, weights: Weights, weighted: Array, config: LossConfi
 
 def _agreement(view: View) -> Metrics:
     """token_mult_prob_error = Σ e^|p − g| m: the weight stands outside the exponential."""
-    up, down, _, _ = arithmetic.both_ways(view.previous - view.generation)
+    # The same expression as below, so that the exponentials are shared.
+    up, down, _, _ = arithmetic.both_ways(arithmetic.bound(view.previous - view.generation))
     return {"token_mult_prob_error": jnp.where(up < down, down, up) * view.actor.weights}
 
 
@@ -110,7 +111,7 @@ def _mismatch(view: View, config: LossConfig) -> Metrics:
 
     The last form neither cancels at small δ nor needs an exponential of its own.
     """
-    gap, m = view.previous - view.generation, view.actor.weights
+    gap, m = arithmetic.bound(view.previous - view.generation), view.actor.weights
     _, _, forth, back = arithmetic.both_ways(gap)
     k3s = forth + back
     size = jnp.abs(gap)
@@ -152,12 +153,13 @@ def _weights(view: View, weights: Weights, weighted: Array) -> Metrics:
     """Importance weights before truncation, and how unequal they are after it."""
     m = view.actor.weights
     smallest, largest = _extrema(weights.raw, view)
+    used = jnp.minimum(weights.weights, arithmetic.root(m.dtype))  # its square is summed
     return {
         "is_weight_raw": weighted if weights.raw is weights.weights else weights.raw * m,
         "is_weight_raw_min": smallest,
         "is_weight_raw_max": largest,
-        "is_weight_sum": weighted,
-        "is_weight_square_sum": jnp.square(weights.weights) * m,
+        "is_weight_sum": used * m,
+        "is_weight_square_sum": jnp.square(used) * m,
         "is_geometric_ratio_histogram": diagnostics.histogram(
             weights.log_geometric, view.actor.sequences
         ),
@@ -167,8 +169,9 @@ def _weights(view: View, weights: Weights, weighted: Array) -> Metrics:
 def _policy(scores: TokenScores, view: View) -> Metrics:
     """Entropy and kept mass. approx_entropy = −Σ e^(c − g) c m, from the sampled tokens alone."""
     m = view.actor.weights
-    weight = arithmetic.capped_exp(view.current - view.generation)
-    metrics = {"approx_entropy": -weight * view.current * m}
+    cap = math.log(arithmetic.root(m.dtype) ** 2)
+    weight = arithmetic.capped_exp(view.current - view.generation, cap)
+    metrics = {"approx_entropy": -weight * arithmetic.bound(view.current) * m}
     if scores.entropy is not None:
         metrics["entropy"] = jnp.where(m != 0, scores.entropy, 0).astype(m.dtype) * m
     if scores.kept_mass is not None:

@@ -85,8 +85,9 @@ def reinforce(view: View, config: LossConfig) -> Terms:
 
     Source: Williams 1992; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
     """
-    loss = _dual_clip(-view.advantages * view.logprobs, view.advantages, config)
-    return Terms(loss, view.logprobs, view.logprobs)
+    logprobs = arithmetic.bound(view.logprobs)
+    loss = _dual_clip(-view.advantages * logprobs, view.advantages, config)
+    return Terms(loss, logprobs, logprobs)
 
 
 def cispo(view: View, config: LossConfig) -> Terms:
@@ -98,7 +99,8 @@ def cispo(view: View, config: LossConfig) -> Terms:
     """
     ratio = arithmetic.capped_exp(view.log_ratio, config.log_ratio_cap)
     clipped = arithmetic.clip_through(ratio, *interval(config))
-    return Terms(-view.advantages * jax.lax.stop_gradient(clipped) * view.logprobs, ratio, clipped)
+    weight = -view.advantages * jax.lax.stop_gradient(clipped)
+    return Terms(weight * arithmetic.bound(view.logprobs), ratio, clipped)
 
 
 def sapo(view: View, config: LossConfig) -> Terms:
@@ -127,7 +129,7 @@ def gmpo(view: View, config: LossConfig) -> Terms:
     with its ε expressed by the clip interval of this config.
     """
     low, high = jnp.log1p(-config.ratio_clip_min), jnp.log1p(config.ratio_clip_max)
-    log_ratio = view.log_ratio
+    log_ratio = arithmetic.bound(view.log_ratio)
     clipped = jnp.where(
         view.advantages > 0,
         arithmetic.clip_through(log_ratio, -jnp.inf, high),

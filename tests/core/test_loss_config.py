@@ -66,6 +66,7 @@ ILLEGAL = [
     ({"truncated_is_normalization": "kept"}, "use one of 'batch', 'survivors'"),
     ({"entropy_bonus": -1.0}, "entropy_bonus=-1.0 must be at least 0"),
     ({"log_ratio_cap": 0.0}, "log_ratio_cap=0.0 must be above 0"),
+    ({"log_ratio_cap": 41.0}, "log_ratio_cap=41.0 must be at most 40: float32 ends at e.88"),
 ]
 
 

@@ -6,6 +6,7 @@ small shape: nothing compiles. That makes 200 pairs in the ordinary profile and 
 """
 
 import importlib.util
+import itertools
 import os
 import pathlib
 
@@ -84,6 +85,9 @@ CORRECTIONS = {
     "geo-rs": _truncation("geo-rs", 1.1, 0.9),
     "product-rs": _truncation("product-rs", 1.5, 0.6),
 }
+
+
+SEQUENCE_GATES = ("seq-mask-tis", "geo-rs", "product-rs")
 
 
 @st.composite
@@ -247,6 +251,56 @@ def test_the_loss_equals_the_torch_mirror(draws):
             if name == "is_oob_ratio" and "token_veto_threshold" in config:
                 continue  # a vetoed sequence is out of bounds here, the mirror has no opinion
             _close(metrics[name], want["metrics"][name], name)
+
+
+NEAR = (-0.0, -1e-6, -1.5, -20.5, -45.0, -66.0, -73.0, -80.0, -88.5, -95.0)
+FAR = (*NEAR, -1e4, -1e9, -1e30, -3e38)
+SIZES = (1.0, -1.0, 1e-30, -3e38, 3e38, 1e9, -1e12, 0.0)
+
+
+def extreme(seed, choices):
+    """Log-probabilities out of `choices`, and advantages up to the end of float32, all trained."""
+    rng = np.random.default_rng(seed)
+    data = inputs(seed, False)
+    for name in ("current", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+        data[name] = rng.choice(choices, data[name].shape)
+    data["entropy"] = rng.exponential(1.0, data["current"].shape)
+    data["advantages"] = rng.choice(SIZES, data["current"].shape)
+    data["token_mask"] = np.ones_like(data["token_mask"])
+    data["token_mask"][:, 0] = 0
+    data["sample_mask"] = np.ones(ROWS)
+    return data
+
+
+EXTREMES = {
+    f"{objective}-{correction}": OBJECTIVES[objective]
+    | CORRECTIONS[correction]
+    | dict(token_level_loss=objective not in SEQUENCE_ONLY)
+    | dict(zip(("kl_input_clamp_value", "kl_output_clamp_value"), clamps, strict=True))
+    | dict(use_on_policy_kl_approximation=i % 2 == 1, reference_policy_kl_type=f"k{1 + i % 3}")
+    for i, (objective, correction) in enumerate(itertools.product(OBJECTIVES, CORRECTIONS))
+    for clamps in [((20.0, 10.0), (None, None), (None, 10.0), (20.0, None))[i // 2 % 4]]
+    if not (objective.startswith("gspo") and correction in SEQUENCE_GATES)
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_products_of_extreme_factors_stay_finite(name):
+    """Ratio times weight times advantage, and weight times KL, in float32; the mirror agrees."""
+    torch_loss, config = _mirror(), EXTREMES[name] | dict(positive_example_nll_weight=0.1)
+    group = [extreme(seed, NEAR if seed < 4 else FAR) for seed in range(8)]
+    stacked = {k: np.stack([d[k] for d in group]).astype(np.float32) for k in group[0]}
+    value, grads, metrics = _ours(losses.LossConfig(**config), stacked, False)
+    assert np.isfinite(value).all() and np.isfinite(grads.logprobs).all()
+    for metric, numbers in metrics.items():
+        assert np.isfinite(numbers).all(), metric
+    for i in range(4):  # means of 1e9 nats cancel in float32, whoever takes them
+        want = _theirs(torch_loss, config, {k: v[i] for k, v in stacked.items()}, False)
+        # e^95 from a difference of rounded log-probabilities is good to 1e-5.
+        wanted = np.pad(want["grads"]["next_token_logprobs"], ((0, 0), (1, 0)))
+        scale = max(1.0, abs(want["loss"]), np.abs(wanted).max())
+        np.testing.assert_allclose(value[i] / scale, want["loss"] / scale, atol=1e-4)
+        np.testing.assert_allclose(grads.logprobs[i] / scale, wanted / scale, atol=1e-4)
 
 
 @hypothesis.settings(QUARTER)

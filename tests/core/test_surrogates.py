@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.core import surrogates
+from grpo_jax.core import losses, surrogates
+from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.loss_config import LossConfig
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -65,6 +66,36 @@ def test_an_overflowing_ratio_has_a_finite_loss_and_gradient(advantage, objectiv
         wanted = -1.2 if advantage > 0 else np.exp(20.0)
         np.testing.assert_allclose(loss[0], wanted, rtol=1e-12)
         assert grad[0] == 0.0
+
+
+def test_gmpo_s_capped_ratio_times_a_large_weight_is_finite():
+    """e^20, an importance weight of e^73, float32: the random draw that found it was seed 4."""
+    row = lambda *x: jnp.asarray([x], jnp.float32)  # noqa: E731
+    batch = Batch(
+        tokens=jnp.zeros((1, 3), jnp.int32),
+        segment_ids=jnp.ones((1, 3), jnp.int32),
+        positions=jnp.zeros((1, 3), jnp.int32),
+        token_mask=jnp.asarray([[False, True, True]]),
+        sample_weights=row(1, 1, 1),
+        advantages=row(-2, -2, -2),
+        generation_logprobs=row(0, -373, -300),
+        prev_logprobs=row(0, -300, -300),
+    )
+    config = LossConfig(
+        objective="gmpo",
+        token_level_loss=False,
+        use_importance_sampling_correction=True,
+        reference_policy_kl_penalty=0.0,
+    )
+
+    def loss(current):
+        counts = Counts(jnp.float32(2), jnp.float32(1))
+        return losses.clipped_pg_loss(TokenScores(current), batch, counts, config)[0]
+
+    value, grad = jax.value_and_grad(loss)(row(0, -1, -1))
+    limit = float(np.finfo(np.float32).max) ** 0.75  # half a response: one of its two tokens
+    np.testing.assert_allclose(value, limit / 2, rtol=1e-4)
+    assert np.isfinite(grad).all()
 
 
 def test_infinite_and_nan_ratios_stay_visible():

@@ -11,6 +11,11 @@ Inputs (names of the conformance data): `next_token_logprobs` [B, T-1], optional
 
 Where sample weights are fractional, errors between sampler and trainer use a 0/1 mask inside and
 the weight outside; the conformance data has whole weights only, where both readings agree.
+
+No product overflows, by these rules, which no conformance case reaches: R is the fourth root of
+the type's largest number; advantages, and log-probabilities that are factors, enter with at most
+size R; a log-ratio above 20 enters exp as 20; a weight times its factor is at most R^3. What is cut
+has no gradient. `GUARDS = False` leaves these rules out: timings are then of plain arithmetic.
 """
 
 import math
@@ -66,9 +71,12 @@ def calculate_kl(x, x_ref, kind, clamp_in=None, clamp_out=None, weight=None):
         if weight is not None:
             weight = torch.where(d == clamped, weight, weight.detach())
         d = clamped
-    k = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - 1 - d}[kind]()
+    else:
+        d = bounded(d)
+    exp = lambda: capped_exp(d, 3 * math.log(root(d)))  # noqa: E731
+    k = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: exp() - 1 - d}[kind]()
     if weight is not None:
-        k = weight * k
+        k = fitting(weight, k) * k
     return k if clamp_out is None else k.clamp(-clamp_out, clamp_out)
 
 
@@ -76,6 +84,38 @@ def finite_exp(x):
     """exp(x), with 0 (and gradient 0) wherever that is not finite."""
     bad = ~x.detach().exp().isfinite()
     return torch.where(bad, 0.0, torch.where(bad, 0.0, x).exp())
+
+
+GUARDS = True
+
+
+def root(x):
+    """R of the rules above: 4.3e9 in float32."""
+    return torch.finfo(x.dtype).max ** 0.25
+
+
+def bounded(x):
+    """Finite x cut to the limit (R), without a gradient where it is cut."""
+    if not GUARDS:
+        return x
+    limit = root(x)
+    over = (x.detach().abs() > limit) & x.isfinite()
+    return torch.where(over, x.detach().clamp(-limit, limit), x)
+
+
+def capped_exp(x, cap=20.0):
+    """exp(min(x, cap)) for finite x, without a gradient beyond."""
+    if not GUARDS:
+        return x.exp()
+    return torch.where((x > cap) & x.isfinite(), torch.full_like(x, cap), x).exp()
+
+
+def fitting(weight, factor):
+    """The weight, or the largest one such that weight * factor is at most R^3."""
+    if not GUARDS:
+        return weight
+    most = (root(weight) ** 3 / factor.detach().abs().clamp(min=1)).to(weight.dtype)
+    return torch.where(weight > most, most, weight)
 
 
 class _Tokens:
@@ -102,7 +142,7 @@ class _Tokens:
         keep = self.mask != 0
         clean = lambda x: torch.where(keep, x, 0.0)  # noqa: E731
         self.c, self.g, self.p = clean(c), clean(g), clean(p)
-        self.adv = clean(data["advantages"][:, 1:])
+        self.adv = bounded(clean(data["advantages"][:, 1:]))
 
     def _reject(self, c, g, token, sample, threshold):
         """Drop samples whose mean exp|g - c| exceeds the threshold, from the actor and the KL."""
@@ -152,18 +192,18 @@ def _ratios(t: _Tokens, cfg):
         rho = (t.c - t.c.detach()).exp()
         return rho, rho
     if cfg["disable_ppo_ratio"]:
-        return t.c, t.c
-    log_ratio = t.c - t.p
+        return bounded(t.c), bounded(t.c)
+    log_ratio = bounded(t.c - t.p)
     if cfg["objective"] == "gmpo":
         low, high = math.log(1 - cfg["ratio_clip_min"]), math.log(1 + cfg["ratio_clip_max"])
         clipped = torch.where(t.adv > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-        means = [masked_mean(x, t.token, dim=-1).exp()[:, None] for x in (log_ratio, clipped)]
+        means = [capped_exp(masked_mean(x, t.token, dim=-1))[:, None] for x in (log_ratio, clipped)]
         return means[0].expand_as(log_ratio), means[1].expand_as(log_ratio)
     if cfg["sequence_level_importance_ratios"]:
         mean = masked_mean(log_ratio, t.token, dim=-1)
-        rho = mean.exp()[:, None].expand_as(log_ratio)
+        rho = capped_exp(mean)[:, None].expand_as(log_ratio)
     else:
-        rho = log_ratio.exp()
+        rho = capped_exp(log_ratio)
     if cfg["objective"] == "sapo":
         return rho, rho
     return rho, rho.clamp(1 - cfg["ratio_clip_min"], 1 + cfg["ratio_clip_max"])
@@ -177,7 +217,7 @@ def _objective(t: _Tokens, cfg, rho, rho_c):
         tau = torch.full_like(rho, low).where(t.adv <= 0, torch.full_like(rho, high))
         return -t.adv * 4 / tau * (tau * (rho - 1)).sigmoid()
     if cfg["use_cispo"]:
-        return -t.adv * rho_c.detach() * t.c
+        return -t.adv * rho_c.detach() * bounded(t.c)
     o = torch.maximum(-t.adv * rho, -t.adv * rho_c)
     if cfg["ratio_clip_c"] is not None:
         o = torch.where(t.adv < 0, torch.minimum(o, -t.adv * cfg["ratio_clip_c"]), o)
@@ -192,9 +232,11 @@ def _importance_weights(t: _Tokens, cfg, n_tok, n_seq):
     )
     low = cfg["truncated_importance_sampling_ratio_min"]
     by_sequence = cfg["sequence_level_importance_ratios"]
-    diff = t.p - t.g
+    diff = bounded(t.p - t.g)
     log_v = (diff * t.mask).sum(-1, keepdim=True) if by_sequence else diff
     v, oob = log_v.exp().nan_to_num(0.0, 0.0, 0.0), None
+    if GUARDS:
+        v = v.clamp(max=root(log_v) ** 3)
     if kind == "tis":
         outside = (v > high) | (v < (low or 0.0))
         v = v.clamp(low or 0.0, high)
@@ -255,7 +297,11 @@ def _positive_nll(t: _Tokens, data, cfg):
         return torch.zeros((), dtype=t.c.dtype)
     mask = t.mask * (data["rewards"] > 0)[:, None]
     count = data.get("global_positive_toks", mask.sum())
-    return masked_mean(-t.c, mask, denom=count) if count > 0 else torch.zeros((), dtype=t.c.dtype)
+    return (
+        masked_mean(-bounded(t.c), mask, denom=count)
+        if count > 0
+        else torch.zeros((), dtype=t.c.dtype)
+    )
 
 
 def clipped_pg_loss(
@@ -273,7 +319,7 @@ def clipped_pg_loss(
     with torch.no_grad():
         v, mean_v, oob = _importance_weights(t, cfg, n_tok, n_seq)
     if cfg["use_importance_sampling_correction"]:
-        objective = v * objective
+        objective = fitting(v, torch.maximum(objective.abs(), t.adv.abs())) * objective
     actor = _reduce(objective, t.token, t.sample, n_tok, n_seq, cfg)
     nll = _positive_nll(t, data, cfg)
     loss = actor + kl + cfg["positive_example_nll_weight"] * nll
