@@ -205,8 +205,11 @@ def build_layout(config: Config, model: Model) -> Layout:
 
     Raises:
       ConfigError: unpacked rows that do not divide over micro-batches and devices.
+      ValueError: rows whose tokens do not divide over the context axis.
     """
     rollout, shards = config.rollout, meshes.row_shards(model.mesh)
+    packed, multiple = config.packing.enabled, config.rollout.length_multiple
+    rules.check_width(config.packing.row_length if packed else multiple, model.mesh)
     micro = rollout.micro_batch_size
     if rollout.micro_batch_tokens is not None:
         return Layout(config.packing, shards, micro_tokens=rollout.micro_batch_tokens)

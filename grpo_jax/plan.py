@@ -201,6 +201,7 @@ def abstract_model(config: Config, mesh: Mesh) -> build.Model:
 
 def abstract_batch(rows: int, width: int, mesh: Mesh, compiled: build.PolicySteps) -> Batch:
     """Shapes of what the train step is given."""
+    rules.check_width(width, mesh)
     sharding = rules.batch_sharding(mesh)
 
     def array(dtype: Any) -> Any:
@@ -251,7 +252,7 @@ def _sampler(
     prompts = -(-prompts // shards) * shards
     longest = config.data.max_prompt_tokens
     bucket = -(-longest // config.engine.prompt_bucket) * config.engine.prompt_bucket
-    rows = rules.batch_sharding(mesh)
+    rows = rules.row_sharding(mesh)
 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)

@@ -13,6 +13,7 @@ from grpo_jax import cli, plan, plan_report
 from grpo_jax import config as configs
 from grpo_jax.models import transformer
 from grpo_jax.scale import chips
+from grpo_jax.scale.mesh import AXES
 from grpo_jax.train import optimizer, state
 
 CONFIG = configs.from_dict(
@@ -41,14 +42,14 @@ def program(found: plan.Plan, name: str) -> plan.ProgramReport:
 
 
 def test_the_shape_of_the_work(found):
-    assert found.chips == 4 and found.mesh == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert found.chips == 4 and found.mesh == {"data": 1, "fsdp": 2, "context": 1, "tensor": 2}
     assert (found.rows, found.width, found.micro_rows, found.micro_batches) == (16, 64, 1, 8)
 
 
 def test_memory_is_that_of_the_state_when_it_exists(found):
     """Bytes on one device of a state that is really made; and the compiler's arguments agree."""
     mesh = jax.make_mesh(
-        (1, 2, 2), ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3,
+        (1, 2, 1, 2), AXES, (jax.sharding.AxisType.Auto,) * 4,
         devices=jax.devices()[:4],
     )  # fmt: skip
     model = plan.abstract_model(CONFIG, mesh)
@@ -104,7 +105,7 @@ def test_products_are_those_on_paper(found):
 
 
 def one_device():
-    return jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+    return jax.make_mesh((1, 1, 1, 1), AXES, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize("name", ["train", "score", "prefill", "decode"])

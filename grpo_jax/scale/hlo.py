@@ -237,6 +237,7 @@ class _Walker:
 _NO_TRAFFIC = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
 _NO_TRAFFIC |= {"conditional", "after-all", "partition-id", "iota", "optimization-barrier"}
 _SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first
 
 
 def traffic(one: Instruction, inside: Mapping[str, Instruction], all_: Computations) -> float:
@@ -247,8 +248,8 @@ def traffic(one: Instruction, inside: Mapping[str, Instruction], all_: Computati
     """
     if one.opcode in _NO_TRAFFIC or one.opcode.endswith("-done"):
         return 0.0
-    if one.opcode == "dynamic-update-slice":
-        return 2 * _far(inside, one.operands[1])
+    if one.opcode in _UPDATES:
+        return 2 * _far(inside, one.operands[_UPDATES[one.opcode]])
     if one.opcode in _SLICES:
         return 2 * size(_off_chip(one.type))
     callee = re.search(r"calls=%?([\w.\-]+)", one.rest) if one.opcode == "fusion" else None
@@ -264,11 +265,11 @@ def traffic(one: Instruction, inside: Mapping[str, Instruction], all_: Computati
             if all(u.opcode in _SLICES for u in uses):
                 read += min(sum(size(u.type) for u in uses), _far(inside, name))
                 continue
-            if all(u.opcode == "dynamic-update-slice" for u in uses):
+            if all(u.opcode in _UPDATES for u in uses):
                 continue
         read += _far(inside, name)
-    updates = [u for u in body.values() if u.opcode == "dynamic-update-slice"]
-    saved = sum(size(u.type) - size(body[u.operands[1]].type) for u in updates)
+    updates = [u for u in body.values() if u.opcode in _UPDATES]
+    saved = sum(size(u.type) - size(body[u.operands[_UPDATES[u.opcode]]].type) for u in updates)
     return read + max(size(_off_chip(one.type)) - saved, 0.0)
 
 

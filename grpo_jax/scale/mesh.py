@@ -1,7 +1,8 @@
-"""The device mesh: three axes, whatever the machine.
+"""The device mesh: four axes, whatever the machine.
 
 - `data`: replicas of the parameters; rows of a batch are split over it.
 - `fsdp`: parameters and rows are both split over it.
+- `context`: the tokens of each row are split over it; attention collects keys and values.
 - `tensor`: heads, feed-forward width and vocabulary are split over it.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 ROW_AXES = ("data", "fsdp")  # what the rows of a batch are split over
 
 
@@ -23,6 +24,7 @@ class MeshConfig:
 
     data: int = 1  # replicas of the whole model
     fsdp: int = -1  # shards of the parameters, and of the rows
+    context: int = 1  # shards of the tokens of a row; divides rollout.length_multiple
     tensor: int = 1  # shards of heads, feed-forward width and vocabulary
 
     def __post_init__(self):

@@ -132,7 +132,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data` and `fsdp`; tokens of a row stay together."""
+    """Rows over `data` and `fsdp`, the tokens of a row over `context`."""
+    tokens = ("context",) if mesh.shape.get("context", 1) > 1 else ()
+    return NamedSharding(mesh, PartitionSpec(*row_sharding(mesh).spec, *tokens))
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over `data` and `fsdp`, and nothing else."""
     rows = tuple(name for name in meshes.ROW_AXES if name in mesh.shape)
     return NamedSharding(mesh, PartitionSpec(rows))
 
@@ -154,12 +160,27 @@ def check_rows(rows: int, mesh: Mesh | None, micro_batches: int = 1) -> None:
         )
 
 
+def check_width(width: int, mesh: Mesh | None) -> None:
+    """Refuse rows whose tokens do not split evenly.
+
+    Raises:
+      ValueError: the width does not divide by the context axis.
+    """
+    parts = 1 if mesh is None else mesh.shape.get("context", 1)
+    if width % parts:
+        raise ValueError(
+            f"rows of {width} tokens do not divide over mesh.context = {parts}; use a multiple of "
+            f"{parts} for rollout.length_multiple, or for packing.row_length"
+        )
+
+
 def place(batch: Any, mesh: Mesh) -> Any:
     """Put a tree of host arrays [B, ...], the same in every process, on the mesh, rows split.
 
     Raises:
-      ValueError: the rows do not divide over the mesh.
+      ValueError: the rows, or their tokens, do not divide over the mesh.
     """
     leaves = jax.tree.leaves(batch)
     check_rows(leaves[0].shape[0], mesh)
+    check_width(leaves[0].shape[1], mesh)
     return multihost.place(batch, batch_sharding(mesh))

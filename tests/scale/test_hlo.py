@@ -81,6 +81,25 @@ def test_traffic_of_an_update_in_place_is_the_update():
     assert hlo.read(text, {"data": 1}).bytes <= 4 * D * 4
 
 
+def test_traffic_of_a_scatter_in_a_fusion_is_what_it_writes():
+    text = """\
+%scattered (a: bf16[8,4,2048,128], i: s32[8,3], u: bf16[8,4,128]) -> bf16[8,4,2048,128] {
+  %a = bf16[8,4,2048,128]{3,2,1,0} parameter(0)
+  %i = s32[8,3]{1,0} parameter(1)
+  %u = bf16[8,4,128]{2,1,0} parameter(2)
+  ROOT %scatter.1 = bf16[8,4,2048,128]{3,2,1,0} scatter(%a, %i, %u), to_apply=%take
+}
+
+ENTRY %main (a: bf16[8,4,2048,128], i: s32[8,3], u: bf16[8,4,128]) -> bf16[8,4,2048,128] {
+  %a = bf16[8,4,2048,128]{3,2,1,0} parameter(0)
+  %i = s32[8,3]{1,0} parameter(1)
+  %u = bf16[8,4,128]{2,1,0} parameter(2)
+  ROOT %f = bf16[8,4,2048,128]{3,2,1,0} fusion(%a, %i, %u), kind=kLoop, calls=%scattered
+}
+"""
+    assert hlo.read(text, {"data": 1}).bytes == 2 * 8 * 4 * 128 * 2 + 8 * 3 * 4
+
+
 def test_collectives_are_named_by_axis_and_counted_in_loops():
     """Weights over fsdp are gathered in each of L layers; the sum is reduced over both axes."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=4), jax.devices()[:8])

@@ -10,12 +10,13 @@ from grpo_jax.scale.mesh import MeshConfig
 @pytest.mark.parametrize(
     ("config", "devices", "sizes"),
     [
-        (MeshConfig(), 1, (1, 1, 1)),
-        (MeshConfig(), 8, (1, 8, 1)),
-        (MeshConfig(data=2, fsdp=-1, tensor=2), 8, (2, 2, 2)),
-        (MeshConfig(data=-1, fsdp=4, tensor=2), 8, (1, 4, 2)),
-        (MeshConfig(data=2, fsdp=2, tensor=-1), 8, (2, 2, 2)),
-        (MeshConfig(data=1, fsdp=2, tensor=4), 8, (1, 2, 4)),
+        (MeshConfig(), 1, (1, 1, 1, 1)),
+        (MeshConfig(), 8, (1, 8, 1, 1)),
+        (MeshConfig(data=2, fsdp=-1, tensor=2), 8, (2, 2, 1, 2)),
+        (MeshConfig(data=-1, fsdp=4, tensor=2), 8, (1, 4, 1, 2)),
+        (MeshConfig(data=2, fsdp=2, tensor=-1), 8, (2, 2, 1, 2)),
+        (MeshConfig(data=1, fsdp=2, tensor=4), 8, (1, 2, 1, 4)),
+        (MeshConfig(fsdp=-1, context=2, tensor=2), 8, (1, 2, 2, 2)),
     ],
 )
 def test_sizes_fill_in(config, devices, sizes):
@@ -48,4 +49,4 @@ def test_axes_are_auto_and_rows_count_data_times_fsdp():
 
 def test_a_mesh_may_use_some_of_the_devices():
     made = mesh.make_mesh(MeshConfig(), jax.devices()[:2])
-    assert dict(made.shape) == {"data": 1, "fsdp": 2, "tensor": 1}
+    assert dict(made.shape) == {"data": 1, "fsdp": 2, "context": 1, "tensor": 1}

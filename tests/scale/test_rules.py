@@ -48,9 +48,16 @@ def test_one_dimension_may_lie_on_two_axes(mesh):
     assert specs({"w": shape(8, 3)}, mesh, table) == {"w": P(("data", "fsdp"), None)}
 
 
+def test_tokens_that_do_not_divide_over_context_are_refused():
+    mesh = make_mesh(MeshConfig(fsdp=2, context=4))
+    rules.check_width(64, mesh)
+    with pytest.raises(ValueError, match=r"rows of 6 tokens do not divide over mesh.context = 4"):
+        rules.place({"x": np.zeros((2, 6))}, mesh)
+
+
 def test_an_unknown_axis_is_refused(mesh):
     with pytest.raises(
-        ValueError, match="unknown mesh axis 'model'; the mesh has data, fsdp, tensor"
+        ValueError, match="unknown mesh axis 'model'; the mesh has data, fsdp, context, tensor"
     ):
         rules.partition({"w": shape(4, 4)}, mesh, [("w", ("model", None))])
 

@@ -17,7 +17,7 @@ from grpo_jax.core.losses import LossConfig
 from grpo_jax.core.policy import Policy
 from grpo_jax.models import transformer
 from grpo_jax.models.model_config import ModelConfig
-from grpo_jax.scale import rules
+from grpo_jax.scale import flops, hlo, rules
 from grpo_jax.scale.mesh import MeshConfig, make_mesh
 from grpo_jax.train import micro_batches, optimizer, state, step
 from grpo_jax.train.optimizer import OptimizerConfig
@@ -31,6 +31,8 @@ GSPO = dataclasses.replace(
 MESHES = {
     "fsdp": MeshConfig(),
     "data_fsdp_tensor": MeshConfig(data=2, fsdp=2, tensor=2),
+    "context_tensor": MeshConfig(fsdp=1, context=2, tensor=4),
+    "fsdp_context": MeshConfig(fsdp=4, context=2),
 }
 
 
@@ -140,6 +142,8 @@ def test_micro_batches_add_up_to_the_batch_in_double_precision(x64):
         (KL, "fsdp", 1, None),
         (KL, "data_fsdp_tensor", 2, 3),  # in a single pass
         (GSPO, "data_fsdp_tensor", 2, 3),  # in two
+        (KL, "context_tensor", 2, 3),
+        (GSPO, "fsdp_context", 2, 3),
     ],
 )
 def test_a_mesh_changes_nothing_in_double_precision(config, mesh, micro_batches, chunk_size, x64):
@@ -185,7 +189,8 @@ def test_rows_come_back_in_order():
     np.testing.assert_array_equal(micro_batches.join_rows(parts), x)
 
 
-def test_our_own_model_on_a_mesh():
+@pytest.mark.parametrize("name", ["data_fsdp_tensor", "context_tensor", "fsdp_context"])
+def test_our_own_model_on_a_mesh(name):
     config = ModelConfig(
         vocab_size=32,
         hidden_size=16,
@@ -200,10 +205,11 @@ def test_our_own_model_on_a_mesh():
     shapes = transformer.abstract_params(config)
     params = jax.tree.map(lambda s: 0.3 * rng.normal(size=s.shape).astype(s.dtype), shapes)
     found = []
-    for mesh in [None, make_mesh(MESHES["data_fsdp_tensor"])]:
+    for mesh in [None, make_mesh(MESHES[name])]:
         places, placed = None, batch
         if mesh is not None:
-            places = state.placement(state.abstract(params, transform), transform, mesh)
+            shapes = state.abstract(params, transform)
+            places = state.placement(shapes, transform, mesh, say=lambda text: None)
             placed = rules.place(batch, mesh)
         gradient = step.make_gradient_step(policy, PLAIN, FilterConfig(), places=places)
         found.append(jax.device_get(gradient(params, placed, masks.count(batch))[:2]))
@@ -211,6 +217,26 @@ def test_our_own_model_on_a_mesh():
     assert_same(*found, 1e-5)
     spec = places.state.params["layers"]["mlp"]["up"]["weight"].spec
     assert spec == jax.sharding.PartitionSpec(None, "tensor", "fsdp")
+
+
+def test_the_context_axis_shares_out_the_products_of_the_layers():
+    """Each of two devices computes half of the queries of a row; keys and values are collected."""
+    config = ModelConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+    )
+    mesh = make_mesh(MeshConfig(fsdp=1, context=2), jax.devices()[:2])
+    ids = jax.ShapeDtypeStruct((2, 16), jnp.int32, sharding=rules.batch_sharding(mesh))
+    hidden = jax.jit(transformer.policy_for(config).hidden)
+    traced = hidden.trace(transformer.abstract_params(config), ids, ids, ids)
+    read = hlo.read(traced.lower().compile().as_text(), dict(mesh.shape))
+    assert read.flops == pytest.approx(flops.count(traced.jaxpr) / 2, rel=0.02)
+    assert ("all-gather", "context") in {(c.kind, c.axes) for c in read.collectives}
 
 
 @pytest.mark.parametrize(
