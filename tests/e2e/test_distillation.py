@@ -9,6 +9,7 @@ import pytest
 from grpo_jax.core import logprobs
 from grpo_jax.core.batch import Batch
 from grpo_jax.core.filtering import FilterConfig
+from grpo_jax.data.tokenizer import ByteTokenizer
 from grpo_jax.models import hf, presets, transformer
 from grpo_jax.train import dump
 from tests.e2e.conftest import changed, finish, start
@@ -26,9 +27,10 @@ def teacher_folder(tmp_path_factory):
 
 
 def log_probabilities(model: hf.LoadedModel, batch: Batch) -> np.ndarray:
-    """Log-probability of each token of a batch, unfiltered, nats."""
+    """Log-probability of each token of a batch among those of the tokenizer, unfiltered, nats."""
     arrays = (batch.tokens, batch.positions, batch.segment_ids)
-    scores = logprobs.token_scores(model.policy, model.params, *arrays, filter=FilterConfig())
+    known = FilterConfig(vocabulary=ByteTokenizer.vocab_size)
+    scores = logprobs.token_scores(model.policy, model.params, *arrays, filter=known)
     return np.asarray(scores.logprobs, np.float64)
 
 
@@ -39,7 +41,8 @@ def exact_kl(student: hf.LoadedModel, teacher: hf.LoadedModel, batch: Batch) -> 
     def log_softmax(model):
         hidden = model.policy.hidden(model.params, *arrays)[:, :-1]
         logits = model.policy.unembed(model.policy.head(model.params), hidden)
-        return np.asarray(jax.nn.log_softmax(logits), np.float64)
+        known = logits[..., : ByteTokenizer.vocab_size]  # a run knows no others
+        return np.asarray(jax.nn.log_softmax(known), np.float64)
 
     ls, lt = log_softmax(student), log_softmax(teacher)
     return float((np.exp(ls) * (ls - lt)).sum(-1)[np.asarray(batch.token_mask)[:, 1:]].mean())
