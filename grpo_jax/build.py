@@ -12,11 +12,11 @@ from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.loss_config import LossConfig
-from grpo_jax.core.policy import Params, Policy
+from grpo_jax.core.policy import Grafted, Params, Policy
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
-from grpo_jax.models import hf, transformer
+from grpo_jax.models import hf, lora, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
@@ -40,6 +40,32 @@ class Model(NamedTuple):
     tokenizer: tokenizers.Tokenizer
     mesh: jax.sharding.Mesh
     sampling: SamplingConfig  # of the config, for as many tokens as the tokenizer knows
+    adapter: Params | None = None  # what is trained in place of the weights
+    scale: float = 1.0  # of the adapter's change
+
+    @property
+    def trained(self) -> Params:
+        """What training begins with: the weights, or the adapter."""
+        return self.loaded.params if self.adapter is None else self.adapter
+
+    @property
+    def policy(self) -> Policy | Grafted:
+        """The policy of what is trained."""
+        if self.adapter is None:
+            return self.loaded.policy
+        return lora.graft(self.loaded.policy, self.loaded.params, self.scale)
+
+    def whole(self, trained: Params) -> Params:
+        """What the decoder reads: all weights, without a copy of any."""
+        if self.adapter is None:
+            return trained
+        return lora.attach(self.loaded.params, trained, self.scale)
+
+    def merged(self, trained: Params) -> Params:
+        """The weights of an ordinary model."""
+        if self.adapter is None:
+            return trained
+        return lora.merge(self.loaded.params, trained, self.scale)
 
 
 def load_model(config: Config) -> Model:
@@ -61,7 +87,24 @@ def load_model(config: Config) -> Model:
     # Once for all who read them: the state copies them, the reference policy shares them.
     places = rules.partition(loaded.params, mesh, say=lambda _: None)  # the state's rules will say
     loaded = loaded._replace(params=jax.device_put(loaded.params, places))
-    return Model(loaded, tokenizer, mesh, sampling)
+    return with_adapter(Model(loaded, tokenizer, mesh, sampling), config)
+
+
+def with_adapter(model: Model, config: Config) -> Model:
+    """Give a model the new adapter that a config asks for, if it asks for one.
+
+    Raises:
+      ConfigError: the targets or the rank do not fit the model.
+    """
+    if not config.lora.on:
+        return model
+    key = jax.random.fold_in(jax.random.key(config.run.seed), 2**31 - 2)
+    try:
+        adapter = lora.init_adapter(model.loaded.params, config.lora, key)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    places = rules.partition(adapter, model.mesh, say=lambda _: None)
+    return model._replace(adapter=jax.device_put(adapter, places), scale=config.lora.scale)
 
 
 def _for_vocabulary(sampling: SamplingConfig, known: int, vocabulary: int) -> SamplingConfig:
@@ -286,7 +329,7 @@ def initial_state(
     checkpointer: checkpointing.Checkpointer | None,
 ) -> tuple[TrainState, states.Placement, checkpointing.Restored | None]:
     """The state to begin with, the policy's shardings, and what was restored, if anything was."""
-    shapes = states.abstract(model.loaded.params, opt.transform)
+    shapes = states.abstract(model.trained, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh)
     if checkpointer is not None:
         target = states.targets(shapes, places)
@@ -296,7 +339,7 @@ def initial_state(
         restored = checkpointer.restore(target)
         if restored is not None:
             return restored.state, places, restored
-    state = states.create(model.loaded.params, opt.transform, places)
+    state = states.create(model.trained, opt.transform, places)
     if critic is not None:
         beside = states.create(critic.params, critic.optimizer.transform, critic.places)
         state = dataclasses.replace(state, critic=beside)
@@ -322,26 +365,27 @@ def policy_steps(
         or config.filters.seq_logprob_error_threshold is not None
         or config.advantage.needs_policy_logprobs
     )
-    layout, policy = build_layout(config, model), model.loaded.policy
+    layout, policy = build_layout(config, model), model.policy
     shared: Any = {
         "micro_batches": layout.micro_batches,
         "chunk_size": config.rollout.head_chunk,
-        "places": places,
     }
+    base = places if model.adapter is None else _frozen_places(model)
     filters = model.sampling.filter
-
-    def score(unfiltered: bool) -> steps.ScoreStep:
-        return steps.make_score_step(policy, filters, unfiltered=unfiltered, **shared)
 
     return PolicySteps(
         train=steps.make_train_step(
-            policy, opt, loss, filters, max_segments=layout.max_segments, **shared
+            policy, opt, loss, filters, max_segments=layout.max_segments, places=places, **shared
         ),
-        previous=score(unfiltered=False) if needs_previous else None,
-        reference=score(unfiltered=True)
+        previous=steps.make_score_step(policy, filters, places=places, **shared)
+        if needs_previous
+        else None,
+        reference=steps.make_score_step(
+            model.loaded.policy, filters, unfiltered=True, places=base, **shared
+        )
         if loss.kl_on or config.advantage.needs_reference
         else None,
-        current=steps.make_full_score_step(policy, loss, filters, **shared),
+        current=steps.make_full_score_step(policy, loss, filters, places=places, **shared),
     )
 
 
@@ -380,6 +424,8 @@ def build_parts(
         score_teacher=None if teacher is None else teacher.score,
         score_current=compiled.current,
         reference=None if compiled.reference is None else model.loaded.params,
+        whole=model.whole,
+        merged=model.merged,
         teacher=None if teacher is None else teacher.params,
         critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),
@@ -406,6 +452,13 @@ def _dump(
         return path
     filtering_on = filtering_on or batch.kept_ids is not None
     return dump.dump_step(path, batch, counts, current, loss, filtering_on=filtering_on)
+
+
+def _frozen_places(model: Model) -> states.Placement:
+    """Where the weights below an adapter lie, for the reference policy, which is they."""
+    nothing = optax.identity()
+    shapes = states.abstract(model.loaded.params, nothing)
+    return states.placement(shapes, nothing, model.mesh, say=lambda _: None)
 
 
 def _critic_steps(config: Config, critic: Critic, layout: Layout) -> critics.Critic:

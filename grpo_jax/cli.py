@@ -60,7 +60,12 @@ def export(argv: Sequence[str]) -> int:
     options = tyro.cli(ExportOptions, args=list(argv), prog="grpo-jax export")
     from grpo_jax import run
 
-    return run.export(options.run, options.out, step=options.step, dtype=options.dtype)
+    return run.export(
+        *(options.run, options.out),
+        step=options.step,
+        dtype=options.dtype,
+        adapter=options.adapter,
+    )
 
 
 def inspect(argv: Sequence[str]) -> int:
@@ -156,6 +161,8 @@ class ExportOptions:
     """Step of the checkpoint, or `best` by checkpoint.metric; the newest one by default."""
     dtype: str = "float32"
     """float32 or bfloat16."""
+    adapter: bool = False
+    """Write the LoRA adapter alone, as a `peft` folder, in place of the merged model."""
 
 
 @dataclasses.dataclass(frozen=True)

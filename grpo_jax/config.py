@@ -21,6 +21,7 @@ from grpo_jax.core.losses import LossConfig
 from grpo_jax.data.packing import PackingConfig
 from grpo_jax.data.prompts import PromptConfig
 from grpo_jax.data.tokenizer import TokenizerConfig
+from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.model_config import Dtype, Remat
 from grpo_jax.rewards.scoring import RewardConfig
 from grpo_jax.rewards.shaping import ShapingConfig
@@ -65,6 +66,7 @@ class Config:
 
     run: RunConfig = RunConfig()
     model: ModelSection = ModelSection()
+    lora: LoraConfig = LoraConfig()
     teacher: TeacherSection = TeacherSection()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: PromptConfig = PromptConfig()
@@ -301,6 +303,12 @@ def validate(config: Config) -> list[str]:
             raise ConfigError(
                 f"filters.{key} = true with rollout.completions_per_prompt = 1: one completion is "
                 "always a constant group, so nothing would be left; set it to false"
+            )
+    if not config.lora.on:
+        for key, (value, _) in differences(Config(lora=config.lora), Config()).items():
+            raise ConfigError(
+                f"{key} = {value!r} with lora.rank = 0: there is no adapter to read it; set "
+                "lora.rank, or leave it out"
             )
     _check_estimator(config)
     _check_evaluation(config)

@@ -113,6 +113,11 @@ def make_plan(config: Config, topology: str) -> Plan:
       ConfigError: the config does not fit the devices, or its model is neither a folder nor known.
       ValueError: the topology is unknown, or its compiler is not installed.
     """
+    if config.lora.on:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank}: a plan counts the training of all weights, an adapter "
+            "needs far less; plan with --lora.rank 0 for an upper bound"
+        )
     target = chips.topology(topology)
     mesh = meshes.make_mesh(config.mesh, target.devices)
     model = abstract_model(config, mesh)

@@ -18,7 +18,7 @@ from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
-from grpo_jax.models import hf
+from grpo_jax.models import hf, lora
 from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.generate import STOP_REASONS
@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "run.dir",
     "run.resume",
     "run.export",
+    "lora.export",
     "run.dump_steps",
     "run.max_nonfinite",
     "report.",
@@ -197,6 +198,12 @@ def _describe(
         f"{config.rollout.completions_per_prompt} completions of up to "
         f"{config.sampling.max_new_tokens} tokens, {config.rollout.updates} update(s)"
     )
+    if model.adapter is not None:
+        count = sum(x.size for x in jax.tree.leaves(model.adapter))
+        console.print(
+            f"lora    rank {config.lora.rank} on {len(model.adapter)} kinds of matrices: "
+            f"{count / 1e6:.2f}M parameters are trained, the model stays as it is"
+        )
     if config.advantage.needs_teacher:
         console.print(f"teacher {config.teacher.path}")
     if config.advantage.needs_values:
@@ -224,13 +231,10 @@ def _finish(
         return EXIT_INTERRUPTED if outcome.reason == "interrupted" else EXIT_PREEMPTED
     if outcome.first and outcome.last:
         console.print(comparison(outcome.first, outcome.last))
-    params = multihost.fetch(outcome.state.params) if config.run.export else None
+    if config.run.export:
+        _export(config, console, parts, outcome.state.params)
     if not multihost.is_main():
         return EXIT_OK
-    if params is not None:
-        shape = hf.hf_config.read_config(config.model.path)
-        _save_weights(place / "export", config, shape, params, parts.tokenizer)
-        console.print(f"exported the weights to {place / 'export'}")
     seconds = time.perf_counter() - begin
     folder.finish(
         place,
@@ -247,6 +251,22 @@ def _finish(
         f"completions in {place / 'samples'}, numbers in {place / 'metrics.jsonl'}"
     )
     return EXIT_OK
+
+
+def _export(config: Config, console: Console, parts: loop.Parts, trained: Params) -> None:
+    """Write what was trained: a model folder, an adapter folder, or both."""
+    place, shape = Path(config.run.dir), hf.hf_config.read_config(config.model.path)
+    if config.lora.on and config.lora.export != "merged":
+        adapter = multihost.fetch(trained)
+        if multihost.is_main():
+            lora.save_adapter(place / "adapter", shape, adapter, config.lora, config.model.path)
+            console.print(f"exported the adapter to {place / 'adapter'}")
+    if config.lora.on and config.lora.export == "adapter":
+        return
+    params = multihost.fetch(parts.merged(trained))
+    if multihost.is_main():
+        _save_weights(place / "export", config, shape, params, parts.tokenizer)
+        console.print(f"exported the weights to {place / 'export'}")
 
 
 def comparison(first: dict[str, float], last: dict[str, float]) -> Table:
@@ -346,15 +366,26 @@ def sample(
     return EXIT_OK
 
 
-def export(run: str, out: str, step: Step = None, dtype: str = "float32") -> int:
-    """Write a checkpoint of a run as a Hugging Face folder."""
+def export(
+    run: str, out: str, step: Step = None, dtype: str = "float32", adapter: bool = False
+) -> int:
+    """Write a checkpoint of a run as a Hugging Face folder, or its adapter alone."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype = {dtype!r}; use float32 or bfloat16")
     if Path(out).exists():
         raise FileExistsError(f"{out} exists already; name a folder that does not, or remove it")
     config = _run_config(run)
+    if adapter and not config.lora.on:
+        raise ConfigError(f"{run} trained all weights (lora.rank = 0); export it without --adapter")
+    if adapter and dtype != "float32":
+        raise ConfigError(f"dtype = {dtype!r}: an adapter is written in float32, as it was trained")
     model = build.load_model(config)
-    params, source = _weights(model, config, run, step)
+    trained, source = _restored(model, config, run, step)
+    if adapter:
+        lora.save_adapter(out, model.loaded.config, trained, config.lora, config.model.path)
+        print(f"wrote the adapter of {source} to {out}")
+        return EXIT_OK
+    params = model.merged(trained)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     _save_weights(out, config, model.loaded.config, params, model.tokenizer)
     print(f"wrote {source} to {out} ({dtype})")
@@ -382,15 +413,22 @@ def _run_config(run: str) -> Config:
 
 
 def _weights(model: build.Model, config: Config, run: str | None, step: Step) -> tuple[Params, str]:
-    """The weights to use, and what to call them."""
+    """The weights that the sampler reads, and what to call them."""
     if run is None:
         return model.loaded.params, config.model.path
     trained = _run_config(run)
-    opt = optimizer.build_optimizer(trained.optimizer, trained.run.steps * trained.rollout.updates)
-    shapes = states.abstract(model.loaded.params, opt.transform)
+    model = build.with_adapter(model._replace(adapter=None), trained)
+    params, source = _restored(model, trained, run, step)
+    return model.whole(params), source
+
+
+def _restored(model: build.Model, config: Config, run: str, step: Step) -> tuple[Params, str]:
+    """What a run of this config has trained so far, and what to call it."""
+    opt = optimizer.build_optimizer(config.optimizer, config.run.steps * config.rollout.updates)
+    shapes = states.abstract(model.trained, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh)
     with checkpointing.Checkpointer(
-        Path(run) / folder.CHECKPOINTS, trained.checkpoint, say=print, read_only=True
+        Path(run) / folder.CHECKPOINTS, config.checkpoint, say=print, read_only=True
     ) as checkpointer:
         if step == "best":
             step = checkpointer.best_step()

@@ -55,6 +55,13 @@ def test_the_example_of_rewards_returns_what_it_says():
     assert read("2 = 3 = 5").spans == (verdicts.TextSpan(-1.0, 6, 7, "second_equals"),)
 
 
+def test_the_adapter_of_the_lora_page_runs():
+    (block,) = blocks("lora.md")
+    world: dict = {}
+    exec(compile(block, "lora.md", "exec"), world)
+    assert world["hidden"].shape == (1, 3, 32)
+
+
 def test_every_metric_is_documented():
     """By its full name, or as the rest of a name that stands just before it."""
     text = (DOCS / "maths.md").read_text()

@@ -50,6 +50,21 @@ class Policy(NamedTuple):
     expert_counts: HiddenFn | None = None
 
 
+class Grafted(NamedTuple):
+    """A policy of a small trained part, over weights that stay as they are.
+
+    A compiled step takes the frozen weights as an argument of their own: a program that closed over
+    them would hold them as constants. They are never given away, so others may read them too.
+
+    Attributes:
+      bind: frozen weights -> the policy of the trained part.
+      frozen: the weights.
+    """
+
+    bind: Callable[[Params], Policy]
+    frozen: Params
+
+
 class Decoder(NamedTuple):
     """Cached decoding for one model, as pure functions over a slot-indexed cache.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from grpo_jax.models import low_rank
 from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.models.rope import Rope, rotate
 
@@ -51,20 +52,15 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), config.param_dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self._weight()
-        y = jnp.einsum("...i,oi->...o", x, weight)
+        y = low_rank.product(x, self._weight())
         return y if self.bias is None else _add_bias(y, self.bias[...])
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """Do the same for x [B, in] with B small, where a CPU wants W on the left.
-
-        The barrier keeps XLA from folding the transposes into a dot that misses its fast path.
-        """
-        weight = self._weight()
-        y = jax.lax.optimization_barrier(weight @ x.T).T
+        """Do the same for x [B, in] with B small, in the form that a CPU does fast."""
+        y = low_rank.rows_product(x, self._weight())
         return y if self.bias is None else _add_bias(y, self.bias[...])
 
-    def _weight(self) -> jax.Array:
+    def _weight(self) -> low_rank.Weight:
         weight = self.weight[...].astype(self.compute_dtype)
         return jax.lax.stop_gradient(weight) if self.frozen else weight
 

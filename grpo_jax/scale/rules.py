@@ -31,6 +31,11 @@ LLAMA_RULES: Rules = (
     (r"head/weight$", ("tensor", "fsdp")),  # [V, D]
     (r"(query|key|value|gate|up)/weight$", ("tensor", "fsdp")),  # [out, D]
     (r"(attention/output|mlp/down)/weight$", ("fsdp", "tensor")),  # [D, in]
+    # Adapters lie as the matrices they belong to; their rank stays whole.
+    (r"(query|key|value|gate|up)\.weight/a$", (None, "fsdp")),  # [r, D]
+    (r"(query|key|value|gate|up)\.weight/b$", ("tensor", None)),  # [out, r]
+    (r"(attention\.output|mlp\.down)\.weight/a$", (None, "tensor")),  # [r, in]
+    (r"(attention\.output|mlp\.down)\.weight/b$", ("fsdp", None)),  # [D, r]
 )
 
 

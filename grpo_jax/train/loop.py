@@ -72,6 +72,8 @@ class Parts(NamedTuple):
     score_teacher: ScoreStep | None  # None without distillation
     score_current: Callable[[Params, Batch], TokenScores]  # compiled only when a step is dumped
     reference: Params | None
+    whole: Callable[[Params], Params]  # what is trained -> what the sampler reads
+    merged: Callable[[Params], Params]  # what is trained -> the weights of an ordinary model
     teacher: Params | None
     critic: critics.Critic | None  # None without values
     place: Callable[[Batch], Batch]  # host arrays onto the mesh
@@ -208,7 +210,7 @@ def _programs(parts: Parts) -> dict[str, float]:
 def _collect(parts: Parts, params: Params, key: jax.Array) -> rollouts.Rollout:
     return rollouts.collect(
         parts.engine,
-        params,
+        parts.whole(params),
         parts.tokenizer,
         parts.scorer,
         next(parts.stream),
@@ -345,7 +347,7 @@ def _evaluate(parts: Parts, state: TrainState, root: jax.Array, step: int) -> di
     parts.reporter.phase("evaluating")
     result = evaluating.evaluate(
         parts.engine,
-        state.params,
+        parts.whole(state.params),
         parts.tokenizer,
         parts.scorer,
         parts.held_out,

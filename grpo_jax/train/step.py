@@ -22,7 +22,7 @@ from grpo_jax.core import diagnostics, logprobs, losses, reductions, single_pass
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
-from grpo_jax.core.policy import Params, Policy
+from grpo_jax.core.policy import Grafted, Params, Policy
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import rules
 from grpo_jax.train.micro_batches import Cut, GradientStep, Metrics, mapped, summed_gradient
@@ -34,13 +34,20 @@ class Program:
     """A compiled function of (state or parameters, batch, …) that counts its compilations.
 
     Where `max_segments` is given, a batch whose rows hold more sequences is refused on the host:
-    inside the compiled program the sequences beyond would be left out without a word.
+    inside the compiled program the sequences beyond would be left out without a word. `frozen`
+    stands behind the arguments of every call.
     """
 
-    def __init__(self, function: Callable[..., Any], max_segments: int | None = None, **jit: Any):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        max_segments: int | None = None,
+        frozen: tuple[Params, ...] = (),
+        **jit: Any,
+    ):
         self.programs = 0
         """How many programs were compiled so far: one a shape of the batch."""
-        self.max_segments = max_segments
+        self.max_segments, self.frozen = max_segments, frozen
 
         @functools.wraps(function)
         def counted(*arguments: Any) -> Any:
@@ -48,21 +55,36 @@ class Program:
             return function(*arguments)
 
         self._jitted = jax.jit(counted, **jit)
-        self.trace = self._jitted.trace
-        self.lower = self._jitted.lower
+
+    def trace(self, *arguments: Any) -> Any:
+        """Trace for these arguments, as `jax.jit(...).trace` does."""
+        return self._jitted.trace(*arguments, *self.frozen)
+
+    def lower(self, *arguments: Any) -> Any:
+        """Lower for these arguments, as `jax.jit(...).lower` does."""
+        return self._jitted.lower(*arguments, *self.frozen)
 
     def __call__(self, first: Any, batch: Batch, *rest: Any) -> Any:
         if self.max_segments is not None:
             reductions.check_slots(batch.segment_ids, self.max_segments)
-        return self._jitted(first, batch, *rest)
+        return self._jitted(first, batch, *rest, *self.frozen)
 
 
 TrainStep = Program  # (state, batch, counts) -> (state, metrics)
 ScoreStep = Program  # (params, batch) -> f32[B, T]
 
 
+def _frozen(policy: Policy | Grafted) -> tuple[Params, ...]:
+    """What a program of this policy is given besides its own arguments."""
+    return (policy.frozen,) if isinstance(policy, Grafted) else ()
+
+
+def _bound(policy: Policy | Grafted, frozen: tuple[Params, ...]) -> Policy:
+    return policy.bind(*frozen) if isinstance(policy, Grafted) else policy
+
+
 def make_train_step(
-    policy: Policy,
+    policy: Policy | Grafted,
     optimizer: Optimizer,
     loss_config: LossConfig,
     filter_config: FilterConfig,
@@ -76,7 +98,7 @@ def make_train_step(
     """Compile one optimizer update.
 
     Args:
-      policy: the model.
+      policy: the model; a grafted one trains its part and leaves the frozen weights alone.
       optimizer: its transformation sees the gradient of the whole batch, once.
       loss_config: the loss.
       filter_config: temperature and filters, as the sampler used them. A batch with `kept_ids`
@@ -101,30 +123,41 @@ def make_train_step(
     Raises:
       ValueError: when called, if the rows do not divide over micro-batches and devices.
     """
-    gradient = _gradient(
-        policy, loss_config, filter_config, micro_batches, chunk_size, max_segments, entropy, places
+    settings = (
+        *(loss_config, filter_config, micro_batches, chunk_size, max_segments, entropy),
+        places,
     )
 
-    def step(state: TrainState, batch: Batch, counts: Counts) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batch: Batch, counts: Counts, *frozen: Params
+    ) -> tuple[TrainState, Metrics]:
+        gradient = _gradient(_bound(policy, frozen), *settings)
         loss, grads, metrics = gradient(state.params, batch, counts)
         state, applied = apply_gradient(state, loss, grads, metrics, counts, optimizer)
         return state, metrics | applied
 
-    return compile_step(step, places, max_segments)
+    return compile_step(step, places, max_segments, _frozen(policy))
 
 
 def compile_step(
-    step: Callable[..., Any], places: Placement | None, max_segments: int | None = None
+    step: Callable[..., Any],
+    places: Placement | None,
+    max_segments: int | None = None,
+    frozen: tuple[Params, ...] = (),
 ) -> TrainStep:
-    """Compile `(state, batch, counts) -> (state, metrics)`, giving the state away."""
+    """Compile `(state, batch, counts, *frozen) -> (state, metrics)`, giving the state away."""
     if places is None:
-        return Program(step, max_segments, donate_argnums=0)
+        return Program(step, max_segments, frozen, donate_argnums=0)
     whole = rules.replicated(places.mesh)
     return Program(
         step,
         max_segments,
+        frozen,
         donate_argnums=0,
-        in_shardings=(places.state, rules.batch_sharding(places.mesh), whole),
+        in_shardings=(
+            *(places.state, rules.batch_sharding(places.mesh), whole),
+            *(None for _ in frozen),  # where they lie
+        ),
         # Left free, the compiler may return a parameter in another layout than it came in, and the
         # next call would compile again.
         out_shardings=(places.state, whole),
@@ -163,7 +196,7 @@ def make_gradient_step(
 
 
 def make_score_step(
-    policy: Policy,
+    policy: Policy | Grafted,
     filter_config: FilterConfig,
     *,
     unfiltered: bool = False,
@@ -187,33 +220,39 @@ def make_score_step(
       `(params, batch) -> f32[B, T]` in nats; 0 where `token_mask` is False.
     """
     mesh = None if places is None else places.mesh
-    scores_of = _scorer(
-        policy, filter_config.whole if unfiltered else filter_config, chunk_size, mesh
-    )
+    kept = filter_config.whole if unfiltered else filter_config
 
-    def score_one(params: Params, batch: Batch) -> jax.Array:
+    def score_one(params: Params, batch: Batch, *frozen: Params) -> jax.Array:
+        scores_of = _scorer(_bound(policy, frozen), kept, chunk_size, mesh)
         return scores_of(params, batch.replace(kept_ids=None) if unfiltered else batch).logprobs
 
-    return compile_score(score_one, micro_batches, places)
+    return compile_score(score_one, micro_batches, places, _frozen(policy))
 
 
 def compile_score(
-    score_one: Callable[[Params, Batch], Any], micro_batches: Cut, places: Placement | None
+    score_one: Callable[..., Any],
+    micro_batches: Cut,
+    places: Placement | None,
+    frozen: tuple[Params, ...] = (),
 ) -> ScoreStep:
     """Compile `(params, batch) -> [B, T]` arrays, a micro-batch at a time."""
     mesh = None if places is None else places.mesh
 
-    def score(params: Params, batch: Batch) -> Any:
-        return mapped(score_one, params, batch, micro_batches, mesh)
+    def score(params: Params, batch: Batch, *frozen: Params) -> Any:
+        def one(params: Params, part: Batch) -> Any:
+            return score_one(params, part, *frozen)
+
+        return mapped(one, params, batch, micro_batches, mesh)
 
     if places is None:
-        return Program(score)
+        return Program(score, frozen=frozen)
     rows = rules.batch_sharding(places.mesh)
-    return Program(score, in_shardings=(places.state.params, rows), out_shardings=rows)
+    places_in = (places.state.params, rows, *(None for _ in frozen))
+    return Program(score, frozen=frozen, in_shardings=places_in, out_shardings=rows)
 
 
 def make_full_score_step(
-    policy: Policy,
+    policy: Policy | Grafted,
     loss_config: LossConfig,
     filter_config: FilterConfig,
     *,
@@ -229,9 +268,12 @@ def make_full_score_step(
     """
     mesh = None if places is None else places.mesh
     reads = functools.partial(_loss_reads, loss_config, entropy)
-    return compile_score(
-        _scorer(policy, filter_config, chunk_size, mesh, reads), micro_batches, places
-    )
+
+    def score_one(params: Params, batch: Batch, *frozen: Params) -> TokenScores:
+        scores_of = _scorer(_bound(policy, frozen), filter_config, chunk_size, mesh, reads)
+        return scores_of(params, batch)
+
+    return compile_score(score_one, micro_batches, places, _frozen(policy))
 
 
 def _loss_reads(loss_config: LossConfig, entropy: bool, filtering_on: bool) -> dict[str, bool]:
