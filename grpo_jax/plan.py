@@ -115,8 +115,8 @@ def make_plan(config: Config, topology: str) -> Plan:
     """
     if config.lora.on:
         raise ConfigError(
-            f"lora.rank = {config.lora.rank}: a plan counts the training of all weights, an adapter "
-            "needs far less; plan with --lora.rank 0 for an upper bound"
+            f"lora.rank = {config.lora.rank}: a plan counts the training of all weights, and an "
+            "adapter needs far less; plan without the section lora for an upper bound"
         )
     target = chips.topology(topology)
     mesh = meshes.make_mesh(config.mesh, target.devices)
