@@ -468,6 +468,17 @@ def _warnings(config: Config) -> list[str]:
             "pulls towards the initial policy while the teacher pulls away from it; distillation "
             "alone has 0 there"
         )
+    loss = config.loss_fn
+    if loss.sequence_level_importance_ratios and loss.use_importance_sampling_correction:
+        found.append(
+            "loss_fn.sequence_level_importance_ratios (GSPO) with "
+            "loss_fn.use_importance_sampling_correction: the importance weight is a product over "
+            "the response, which vanishes or explodes with its length, while the ratio is a "
+            "geometric mean; is_weight_ess and is_weight_overflow_tokens show it. "
+            "truncated_importance_sampling_type tis or icepop "
+            "bounds the product; a gate by the geometric mean (geo-rs, seq-mask-tis) needs "
+            "token-level ratios"
+        )
     if config.sampling.filter.active and not config.loss_fn.use_importance_sampling_correction:
         found.append(
             "sampling.filter keeps only part of the vocabulary; tokens that fall outside the "

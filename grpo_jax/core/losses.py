@@ -40,6 +40,7 @@ from grpo_jax.core import (
     corrections,
     diagnostics,
     exclusion,
+    input_checks,
     kl,
     masks,
     measures,
@@ -87,17 +88,29 @@ def clipped_pg_loss(
     Returns:
       The loss, and raw metrics for `diagnostics.finalize_metrics`.
 
+    A row with more than `max_segments` sequences is refused, or, where `segment_ids` cannot be read
+    (under `jit`), makes the loss and its gradient NaN.
+
     Raises:
-      ValueError: an array that the config needs is missing.
+      ValueError: an array that the config needs is missing, has another shape than `batch.tokens`,
+        or is not of a float type; a mask or weight that can be read is negative or above 1.
     """
     _check_inputs(scores, batch, counts, config, filtering_on)
-    reductions.check_slots(batch.segment_ids, max_segments)
+    input_checks.check_arrays(scores, batch, counts)
+    factor = reductions.slots_factor(batch.segment_ids, max_segments)
     of_rows = functools.partial(
         _contributions, filtering_on=filtering_on, max_segments=max_segments
     )
     if row_block is None or config.positive_nll_local_count:
-        return _total(of_rows(scores, batch, counts, config), counts, config)
-    return row_blocks.in_blocks(of_rows, _total, scores, batch, counts, config, row_block)
+        loss, metrics = _total(of_rows(scores, batch, counts, config), counts, config)
+    else:
+        loss, metrics = row_blocks.in_blocks(
+            of_rows, _total, scores, batch, counts, config, row_block
+        )
+    if isinstance(factor, jax.Array):
+        factor = factor.astype(loss.dtype)
+        loss, metrics = loss * factor, metrics | {"loss": metrics["loss"] * factor}
+    return loss, metrics
 
 
 def survivor_counts(

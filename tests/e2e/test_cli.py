@@ -173,6 +173,11 @@ def test_filters_and_minimum_lengths_warn_by_name(base_config):
     text = " ".join(configs.validate(config))
     assert "policy_support_excluded_tokens" in text
     assert "min_new_tokens" in text and "paid twice" in text
+    correction = {"use_importance_sampling_correction": True, "token_level_loss": False}
+    assert not configs.validate(configs.from_dict(changed(base_config, loss_fn=correction)))
+    gspo = {"sequence_level_importance_ratios": True, **correction}
+    text = " ".join(configs.validate(configs.from_dict(changed(base_config, loss_fn=gspo))))
+    assert "product over the response, which vanishes or explodes" in text  # pitfall P-28
     distilling = configs.from_dict(changed(base_config, **OPD))
     assert "while the teacher pulls away" in " ".join(configs.validate(distilling))
 
