@@ -203,7 +203,7 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
     optimizer.build_schedule(config.optimizer, updates)
     if config.advantage.needs_values:
         optimizer.build_schedule(config.critic.optimizer, updates)
-    build_layout(config, model)
+    layout = build_layout(config, model)
     evaluates = config.evaluate.at_start or config.evaluate.at_end or config.evaluate.every
     if evaluates and not data.held_out:
         raise ConfigError(
@@ -218,7 +218,9 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
             f"model's context of {model.loaded.config.max_length}; lower data.max_prompt_tokens "
             "or sampling.max_new_tokens"
         )
-    _check_widths(config, max(len(p.ids) for p in data.train) + config.sampling.max_new_tokens)
+    _check_widths(
+        config, layout, max(len(p.ids) for p in data.train) + config.sampling.max_new_tokens
+    )
     if config.teacher.path is not None:
         _check_teacher(config.teacher.path, model, longest + new)
 
@@ -267,7 +269,7 @@ def build_layout(config: Config, model: Model) -> Layout:
     return Layout(config.packing, shards, micro_rows=micro)
 
 
-def _check_widths(config: Config, longest: int) -> None:
+def _check_widths(config: Config, layout: Layout, longest: int) -> None:
     """Refuse sequences that would not fit a packed row, and rows that would not fit the budget."""
     width = trajectories.bucket_length(longest, config.rollout.length_multiple)
     if config.packing.enabled:
@@ -277,12 +279,10 @@ def _check_widths(config: Config, longest: int) -> None:
                 f"prompt and completion may have {longest} tokens, more than packing.row_length = "
                 f"{width}; raise it, or lower data.max_prompt_tokens or sampling.max_new_tokens"
             )
-    budget = config.rollout.micro_batch_tokens
-    if budget is not None and width > budget:
-        raise ConfigError(
-            f"a row may have {width} tokens, more than rollout.micro_batch_tokens = {budget}; "
-            f"raise it to {width} or more, or shorten the rows"
-        )
+    try:
+        layout.rows_at_once(width)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_stream(

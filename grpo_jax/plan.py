@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax import build
 from grpo_jax.config import Config, ConfigError
+from grpo_jax.core import lanes
 from grpo_jax.core.batch import Batch, Counts
 from grpo_jax.data import trajectories
 from grpo_jax.models import cache, hf, hf_config, presets, transformer
@@ -238,7 +239,9 @@ def _trips(config: Config, at_once: int, width: int, parts: int) -> tuple[int, .
     """Rounds of the loops that end with the data: micro-batches, and chunks of the head."""
     trained = at_once * min(config.sampling.max_new_tokens, width)
     chunk = config.rollout.head_chunk
-    chunks = 1 if chunk is None else -(-trained // chunk)
+    chunks = 1
+    if chunk is not None:
+        chunks = -(-trained // lanes.chunk_length(chunk, at_once * width))
     return (parts, chunks) if parts > 1 else (chunks,)
 
 

@@ -1,12 +1,14 @@
 """Time the update of packed against padded rows on batches of very unequal lengths.
 
     python scripts/bench_packing.py [--sequences 128] [--rounds 3] [--width 128] [--layers 2]
+        [--seeds 0 1 …] [--no-padded]
 
 Lengths are log-normal with a median of 200 tokens, at most 2,048; `sigma` says how unequal they
 are. Both layouts run value, gradient and every metric of the same loss on the same sequences in
 micro-batches of one row of 2,048 tokens, and must agree. Packed times are medians of `rounds` runs;
 the padded side, a row for each sequence, takes minutes and runs once, at the middle `sigma`. Times
-are CPU time of the process; pin it to one core. The last line is one JSON object.
+are CPU time of the process; pin it to one core. Fill, which costs nothing to compute, is also shown
+for other numbers of sequences over several seeds. The last line is one JSON object.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import numpy as np  # noqa: E402
 from grpo_jax.core.batch import Batch  # noqa: E402
 from grpo_jax.core.filtering import FilterConfig  # noqa: E402
 from grpo_jax.core.losses import LossConfig  # noqa: E402
-from grpo_jax.data import trajectories  # noqa: E402
+from grpo_jax.data import packing, trajectories  # noqa: E402
 from grpo_jax.data.packing import PackingConfig  # noqa: E402
 from grpo_jax.models import presets, transformer  # noqa: E402
 from grpo_jax.train import layout as layouts  # noqa: E402
@@ -37,10 +39,30 @@ LAYOUTS = {
 }
 
 
+def draw_lengths(rng: np.random.Generator, sequences: int, sigma: float) -> np.ndarray:
+    """Log-normal lengths, tokens."""
+    return np.clip(np.exp(rng.normal(np.log(200), sigma, sequences)), 8, ROW).astype(int)
+
+
+def show_fill(sigmas: list[float], seeds: list[int]) -> None:
+    """Print the least and the mean fill of packed rows, by number of sequences."""
+    print("fill over seeds, least and mean:")
+    for sequences in (32, 64, 96, 128, 256, 512, 1024):
+        cells = []
+        for sigma in sigmas:
+            fills = []
+            for seed in seeds:
+                lengths = draw_lengths(np.random.default_rng(seed), sequences, sigma)
+                bins = packing.pack(lengths.tolist(), ROW)
+                fills.append(lengths.sum() / (len(bins) * ROW))
+            cells.append(f"{sigma:.1f}: {min(fills):.3f} {statistics.mean(fills):.3f}")
+        print(f"  {sequences:5d}  " + "   ".join(cells), flush=True)
+
+
 def make_batch(sequences: int, sigma: float) -> Batch:
     """Sequences of log-normal length, a quarter of each its prompt."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(np.exp(rng.normal(np.log(200), sigma, sequences)), 8, ROW).astype(int)
+    lengths = draw_lengths(rng, sequences, sigma)
     prompts = lengths // 4
     logprobs = -rng.uniform(1, 4, (sequences, ROW))
     batch = trajectories.collate(
@@ -58,13 +80,16 @@ def make_batch(sequences: int, sigma: float) -> Batch:
 
 def main() -> None:
     """Print a table and the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.5, 0.9, 1.2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(20)))
+    parser.add_argument("--no-padded", dest="padded", action="store_false")
     options = parser.parse_args()
+    show_fill(options.sigmas, options.seeds)
     config = presets.preset(
         "tiny",
         num_layers=options.layers,
@@ -79,7 +104,7 @@ def main() -> None:
             LossConfig(),
             FilterConfig(),
             micro_batches=layout.micro_batches,
-            chunk_size=512,
+            chunk_size="auto",
             max_segments=layout.max_segments,
         )
         for name, layout in LAYOUTS.items()
@@ -97,7 +122,7 @@ def main() -> None:
             f"{1e6 * packed / real:9.2f}",
             flush=True,
         )
-        if place == len(options.sigmas) // 2:
+        if options.padded and place == len(options.sigmas) // 2:
             wide = LAYOUTS["padded"].lay_out(batch)
             others, (padded,) = run(steps["padded"], params, batch, wide, 1)
             ratio = padded / packed
@@ -111,8 +136,9 @@ def main() -> None:
     figures = {
         "fill_min": round(min(fills), 4),
         "time_per_token_spread": round(max(abs(x / mean - 1) for x in per_token), 4),
-        "padded_over_packed": round(ratio, 2),
     }
+    if options.padded:
+        figures["padded_over_packed"] = round(ratio, 2)
     print(json.dumps({"bench": "packing", "figures": figures}))
 
 

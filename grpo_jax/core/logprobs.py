@@ -65,7 +65,7 @@ def token_scores(
     unfiltered: bool = False,
     entropy: bool = False,
     kept_mass: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: moves.Chunk | None = None,
     mask: jax.Array | None = None,
     kept_ids: jax.Array | None = None,
     lanes: int = 1,
@@ -92,7 +92,8 @@ def token_scores(
       unfiltered: also return the log-probabilities before top-k, top-p and min-p.
       entropy: also return the entropy before top-k, top-p and min-p.
       kept_mass: also return the mass that the filters keep.
-      chunk_size: tokens whose logits exist at one time in each lane; None takes the whole path.
+      chunk_size: tokens whose logits exist at one time in each lane, or "auto" (see
+        `lanes.chunk_length`); None takes the whole path.
       mask: bool[B, T], the tokens to score; the rest score 0. On the chunked path they cost no
         head. None scores everything that has a predecessor.
       kept_ids: i32[B, T, K], the tokens that an engine kept where it drew `tokens[:, t]`, in any
@@ -127,7 +128,7 @@ def token_scores(
 def ready_scores(
     spec: Spec,
     ready: Ready,
-    chunk_size: int | None,
+    chunk_size: moves.Chunk | None,
     lanes: int = 1,
     kept_ids: jax.Array | None = None,
 ) -> TokenScores:
@@ -323,7 +324,7 @@ def _score_in_chunks(
     targets: jax.Array,
     kept_ids: jax.Array | None,
     scored: jax.Array,
-    chunk_size: int,
+    chunk_size: moves.Chunk,
     lanes: int,
 ) -> TokenScores:
     """Move the scored tokens of each lane to its front, score them in chunks, move them back."""

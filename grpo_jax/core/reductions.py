@@ -8,9 +8,9 @@ Symbols: `B` rows, `T` tokens a row, `S` sequence slots a row (a static number).
 
 from typing import NamedTuple
 
+import jax
 import jax.core as jax_core
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 EPSILON = 1e-8
@@ -128,7 +128,8 @@ def check_slots(segment_ids: Array, slots: int) -> None:
         return
     if not getattr(segment_ids, "is_fully_addressable", True):
         return
-    most = int(np.max(np.asarray(segment_ids), initial=0))
+    with jax.ensure_compile_time_eval():  # constants of a traced function are concrete too
+        most = int(segment_ids.max(initial=0))  # where the ids are: one number travels
     if most > slots:
         raise ValueError(
             f"a row holds {most} sequences but max_segments={slots}; "

@@ -65,7 +65,7 @@ def policy_loss(
     config: LossConfig,
     *,
     filter: FilterConfig,
-    chunk_size: int,
+    chunk_size: moves.Chunk,
     entropy: bool = False,
     kept_mass: bool = False,
     lanes: int = 1,
@@ -155,7 +155,7 @@ def _scores_and_gradient(
     spec: logprobs.Spec,
     ready: logprobs.Ready,
     derivative: Callable[[TokenScores], TokenScores],
-    chunk_size: int,
+    chunk_size: moves.Chunk,
     lanes: int = 1,
     kept_ids: jax.Array | None = None,
 ) -> tuple[TokenScores, tuple[Head, jax.Array]]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.core import diagnostics, logprobs, losses, reductions, single_pass
+from grpo_jax.core import diagnostics, lanes, logprobs, losses, reductions, single_pass
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.losses import LossConfig
@@ -90,7 +90,7 @@ def make_train_step(
     filter_config: FilterConfig,
     *,
     micro_batches: Cut = 1,
-    chunk_size: int | None = None,
+    chunk_size: lanes.Chunk | None = None,
     max_segments: int = 1,
     entropy: bool = False,
     places: Placement | None = None,
@@ -105,7 +105,8 @@ def make_train_step(
         brings the kept sets themselves: they replace top-k, top-p and min-p.
       micro_batches: into how many parts the rows are cut, or a function of (rows, width) that says
         it; bounds the memory, not the result.
-      chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
+      chunk_size: tokens a device turns into logits at one time; "auto" lets `lanes.chunk_length`
+        choose, None: all of a micro-batch.
       max_segments: most sequences packed in one row; 1 when rows are not packed.
       entropy: also report the mean entropy; costs a pass over the logits.
       places: `state.placement(...)`; None: everything on one device.
@@ -170,7 +171,7 @@ def make_gradient_step(
     filter_config: FilterConfig,
     *,
     micro_batches: Cut = 1,
-    chunk_size: int | None = None,
+    chunk_size: lanes.Chunk | None = None,
     max_segments: int = 1,
     entropy: bool = False,
     places: Placement | None = None,
@@ -201,7 +202,7 @@ def make_score_step(
     *,
     unfiltered: bool = False,
     micro_batches: Cut = 1,
-    chunk_size: int | None = None,
+    chunk_size: lanes.Chunk | None = None,
     places: Placement | None = None,
 ) -> ScoreStep:
     """Compile log-probabilities of a batch under given parameters, without gradients.
@@ -213,7 +214,8 @@ def make_score_step(
       unfiltered: keep the temperature and drop top-k, top-p, min-p and the kept ids: what
         `reference_logprobs` wants. Without it: what `prev_logprobs` wants.
       micro_batches: into how many parts the rows are cut.
-      chunk_size: tokens a device turns into logits at one time; None: all of a micro-batch.
+      chunk_size: tokens a device turns into logits at one time; "auto" lets `lanes.chunk_length`
+        choose, None: all of a micro-batch.
       places: `state.placement(...)`, of which the parameters' part is used.
 
     Returns:
@@ -258,7 +260,7 @@ def make_full_score_step(
     *,
     entropy: bool = False,
     micro_batches: Cut = 1,
-    chunk_size: int | None = None,
+    chunk_size: lanes.Chunk | None = None,
     places: Placement | None = None,
 ) -> Program:
     """Compile all that the loss is given of one forward pass, for dumps.
@@ -298,7 +300,7 @@ def _filter_of(filter_config: FilterConfig, batch: Batch) -> FilterConfig:
 def _scorer(
     policy: Policy,
     filter_config: FilterConfig,
-    chunk_size: int | None,
+    chunk_size: lanes.Chunk | None,
     mesh: jax.sharding.Mesh | None,
     reads: Callable[[bool], dict[str, bool]] = lambda filtering_on: {},
 ) -> Callable[[Params, Batch], TokenScores]:
@@ -364,7 +366,7 @@ def _gradient(
     loss_config: LossConfig,
     filter_config: FilterConfig,
     micro_batches: Cut,
-    chunk_size: int | None,
+    chunk_size: lanes.Chunk | None,
     max_segments: int,
     entropy: bool,
     places: Placement | None,
@@ -399,7 +401,7 @@ def _loss(
     policy: Policy,
     loss_config: LossConfig,
     filter_config: FilterConfig,
-    chunk_size: int | None,
+    chunk_size: lanes.Chunk | None,
     max_segments: int,
     mesh: jax.sharding.Mesh | None,
     entropy: bool,

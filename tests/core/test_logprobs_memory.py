@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.core import logprobs
+from grpo_jax.core import lanes, logprobs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Policy
 from grpo_jax.models.transformer import unembed
@@ -44,11 +44,21 @@ def planned(filter, chunk_size, places=None, everything=False):
 
 @pytest.mark.parametrize(
     ("filter", "chunk_size", "everything"),
-    [(FilterConfig(), 96, True), (FilterConfig(top_p=0.95), 96, False), (ALL, 64, True)],
+    [
+        (FilterConfig(), "auto", True),  # 96 tokens
+        (FilterConfig(top_p=0.95), "auto", False),
+        (ALL, 64, True),
+    ],
     ids=["off", "top_p", "all"],
 )
 def test_the_head_needs_less_than_a_twelfth_of_its_logits(filter, chunk_size, everything):
     assert planned(filter, chunk_size, everything=everything) <= 0.08
+
+
+def test_auto_is_a_share_of_the_tokens_between_two_bounds():
+    found = {n: lanes.chunk_length("auto", n) for n in (7, 96, 2048, 4096, 6000, 65_536)}
+    assert found == {7: 7, 96: 96, 2048: 128, 4096: 96, 6000: 128, 65_536: 512}
+    assert lanes.chunk_length(1000, 64) == 64
 
 
 def test_the_logits_themselves_are_what_the_whole_path_needs():

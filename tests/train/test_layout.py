@@ -277,16 +277,18 @@ def test_one_bound_of_a_micro_batch_is_enough():
     ("sections", "message"),
     [
         ({"packing": {"enabled": True, "row_length": 64}}, "more than packing.row_length = 64"),
-        ({"rollout": {"micro_batch_tokens": 100}}, "128 tokens, more than rollout.micro_batch_tok"),
+        ({"rollout": {"micro_batch_tokens": 100}}, "a row of 128 tokens does not fit rollout.mic"),
         (
             {"packing": {"enabled": True}, "rollout": {"micro_batch_tokens": 512}},
-            "a row may have 2048 tokens",
+            "a row of 2048 tokens does not fit",
         ),
     ],
 )
 def test_what_can_not_fit_is_refused_before_the_run(sections, message):
     """A prompt with its completion of 70 tokens, in rows of multiples of 64."""
     config = configs.from_dict(sections)
-    build._check_widths(configs.from_dict({}), 70)
+    build._check_widths(configs.from_dict({}), Layout(micro_rows=8), 70)
+    budget = config.rollout.micro_batch_tokens
+    layout = Layout(config.packing, micro_rows=None if budget else 1, micro_tokens=budget)
     with pytest.raises(configs.ConfigError, match=message):
-        build._check_widths(config, 70)
+        build._check_widths(config, layout, 70)
