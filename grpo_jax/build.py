@@ -24,7 +24,7 @@ from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import critic as critics
-from grpo_jax.train import dump, loop, optimizer, prepare, reporting
+from grpo_jax.train import dump, experts, loop, optimizer, prepare, reporting
 from grpo_jax.train import state as states
 from grpo_jax.train import step as steps
 from grpo_jax.train.layout import Layout
@@ -75,6 +75,7 @@ def load_model(config: Config) -> Model:
         dtype="float32",
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
+        freeze_router=config.model.freeze_router,
     )
     tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
     if tokenizer.vocab_size > loaded.config.vocab_size:
@@ -245,6 +246,14 @@ def _check_teacher(path: str, model: Model, longest: int) -> None:
         raise ConfigError(str(error)) from error
 
 
+def build_optimizer(config: Config) -> optimizer.Optimizer:
+    """The policy's optimizer, over all updates of the run; a frozen router does not decay."""
+    settings = config.optimizer
+    if config.model.freeze_router:
+        settings = dataclasses.replace(settings, no_decay=(*settings.no_decay, "mlp/router/"))
+    return optimizer.build_optimizer(settings, config.run.steps * config.rollout.updates)
+
+
 def build_layout(config: Config, model: Model) -> Layout:
     """How batches lie on the devices.
 
@@ -312,7 +321,7 @@ def build_critic(config: Config, model: Model) -> Critic | None:
     if not config.advantage.needs_values:
         return None
     # A trunk has no use for an untied head: [V, D] with two moments that nobody would ever read.
-    shape = dataclasses.replace(model.loaded.config, tie_embeddings=True)
+    shape = dataclasses.replace(model.loaded.config, tie_embeddings=True, freeze_router=False)
     trunk = {name: part for name, part in model.loaded.params.items() if name != "head"}
     params = critics.init_params(trunk, shape.hidden_size)
     updates = config.run.steps * config.rollout.updates
@@ -421,6 +430,9 @@ def build_parts(
         train_step=compiled.train,
         score_previous=compiled.previous,
         score_reference=compiled.reference,
+        count_experts=experts.make_count_step(
+            model.loaded.policy, micro_batches=layout.micro_batches, places=places
+        ),
         score_teacher=None if teacher is None else teacher.score,
         score_current=compiled.current,
         reference=None if compiled.reference is None else model.loaded.params,

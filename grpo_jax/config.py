@@ -50,6 +50,7 @@ class ModelSection:
     path: str = "models/SmolLM2-135M-Instruct"  # Hugging Face folder
     compute_dtype: Dtype = "float32"  # of activations: float32 or bfloat16
     remat: Remat = "none"  # what the backward pass recomputes inside each layer
+    freeze_router: bool = False  # the router of routed experts is not trained
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.generate import STOP_REASONS
 from grpo_jax.scale import multihost
 from grpo_jax.train import checkpoint as checkpointing
-from grpo_jax.train import evaluate, folder, loop, optimizer, reporting, rollout
+from grpo_jax.train import evaluate, folder, loop, reporting, rollout
 from grpo_jax.train import state as states
 from grpo_jax.train.state import TrainState
 
@@ -118,7 +118,7 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
         config.checkpoint,
         say=lambda line: console.print(line, markup=False),
     )
-    opt = optimizer.build_optimizer(config.optimizer, config.run.steps * config.rollout.updates)
+    opt = build.build_optimizer(config)
     critic = build.build_critic(config, model)
     state, places, restored = build.initial_state(
         model, opt, critic, checkpointer if plan.action == "resume" else None
@@ -424,7 +424,7 @@ def _weights(model: build.Model, config: Config, run: str | None, step: Step) ->
 
 def _restored(model: build.Model, config: Config, run: str, step: Step) -> tuple[Params, str]:
     """What a run of this config has trained so far, and what to call it."""
-    opt = optimizer.build_optimizer(config.optimizer, config.run.steps * config.rollout.updates)
+    opt = build.build_optimizer(config)
     shapes = states.abstract(model.trained, opt.transform)
     places = states.placement(shapes, opt.transform, model.mesh)
     with checkpointing.Checkpointer(

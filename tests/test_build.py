@@ -6,12 +6,13 @@ import pytest
 
 from grpo_jax import build
 from grpo_jax import config as configs
-from grpo_jax.core import logprobs
+from grpo_jax.core import logprobs, masks
 from grpo_jax.core.filtering import FilterConfig
+from grpo_jax.core.losses import LossConfig
 from grpo_jax.data import trajectories
 from grpo_jax.models import hf, presets, transformer
 from grpo_jax.scale import rules
-from grpo_jax.train import step
+from grpo_jax.train import experts, step
 from tests.train.test_step import make_batch
 
 
@@ -132,3 +133,63 @@ def test_a_vocabulary_that_the_tokenizer_does_not_know_is_refused(folders):
             build.load_model(make_config(folders, sampling={"filter": filter}))
     model = build.load_model(make_config(folders, sampling={"filter": {"vocabulary": 200}}))
     assert model.sampling.filter.vocabulary == 200
+
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_size": 16, "family": "qwen3_moe"}
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    """A model with routed experts."""
+    shape = presets.preset("tiny", num_layers=2, hidden_size=32, qk_norm=True, **EXPERTS)
+    place = tmp_path_factory.mktemp("models") / "routed"
+    hf.save_model(place, shape, transformer.init_params(shape, jax.random.key(0)))
+    return place
+
+
+def test_a_frozen_router_stays_as_it_is_on_a_mesh(routed):
+    """No gradient and no decay; what tokens are sent to is the same on eight devices as on one."""
+    config = make_config(
+        {"student": routed},
+        model={"path": str(routed), "freeze_router": True},
+        optimizer={"lr": 0.01, "weight_decay": 0.1},
+        mesh={"data": 2, "fsdp": 2, "tensor": 2},
+    )
+    model = build.load_model(config)
+    opt = build.build_optimizer(config)
+    state, places, _ = build.initial_state(model, opt, None, None)
+    before = jax.device_get(state.params)
+    batch = make_batch(rows=8, vocabulary=260)
+    placed, counts = rules.place(batch, model.mesh), masks.count(batch)
+    policy = model.loaded.policy
+    train = step.make_train_step(policy, opt, LossConfig(), FilterConfig(), places=places)
+    gradient = step.make_gradient_step(policy, LossConfig(), FilterConfig())
+    sent = experts.make_count_step(policy, places=places)(state.params, placed)
+    alone = hf.load_model(routed, freeze_router=True)
+    _, expected, _ = gradient(alone.params, batch, counts)
+    after, metrics = train(state, placed, counts)
+    assert metrics["update_applied"] == 1
+    # float32, sums in another order
+    np.testing.assert_allclose(
+        metrics["grad_norm"], np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(expected))), 1e-4
+    )
+    old, new = before["layers"]["mlp"], jax.device_get(after.params)["layers"]["mlp"]
+    np.testing.assert_array_equal(new["router"]["weight"], old["router"]["weight"])
+    assert np.abs(new["gate"]["weight"] - old["gate"]["weight"]).max() > 1e-3
+    np.testing.assert_array_equal(sent, experts.make_count_step(alone.policy)(alone.params, batch))
+
+
+def test_the_load_of_experts():
+    counts = np.zeros((3, 2, 4), np.float32)
+    counts[0, 0], counts[2, 0] = [1, 2, 1, 0], [1, 0, 1, 2]  # even
+    counts[1, 1] = [8, 0, 0, 0]
+    found = experts.report(counts)
+    expected = {"load_max": 4.0, "load_spread": 3**0.5 / 2, "idle": 3 / 8}
+    assert found == pytest.approx({f"experts/{name}": x for name, x in expected.items()})
+    assert experts.report(np.zeros((3, 2, 4))) == {}
+
+
+def test_a_router_that_is_not_there_cannot_be_frozen(folders):
+    config = make_config(folders, model={"path": str(folders["student"]), "freeze_router": True})
+    with pytest.raises(ValueError, match="freeze_router=True needs routed experts"):
+        build.load_model(config)

@@ -59,6 +59,7 @@ def load_model(
     dtype: Dtype | None = None,
     compute_dtype: Dtype | None = None,
     remat: Remat = "none",
+    freeze_router: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face folder of a supported architecture.
 
@@ -67,6 +68,7 @@ def load_model(
       dtype: of the parameters; the stored one if None (float16 is widened to float32).
       compute_dtype: of the activations; `dtype` if None.
       remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
+      freeze_router: give the router of routed experts no gradient.
 
     Raises:
       FileNotFoundError: folder, config.json, weights or a shard are not there.
@@ -76,7 +78,11 @@ def load_model(
     config = hf_config.read_config(folder)
     param_dtype = dtype or config.param_dtype
     config = dataclasses.replace(
-        config, param_dtype=param_dtype, compute_dtype=compute_dtype or param_dtype, remat=remat
+        config,
+        param_dtype=param_dtype,
+        compute_dtype=compute_dtype or param_dtype,
+        remat=remat,
+        freeze_router=freeze_router,
     )
     params = load_params(folder, config)
     return LoadedModel(config, transformer.policy_for(config), cache.decoder_for(config), params)

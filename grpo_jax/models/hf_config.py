@@ -240,7 +240,7 @@ def _check_read_back(config: ModelConfig, fields: Fields) -> None:
         ours, theirs = getattr(config, field.name), getattr(again, field.name)
         if field.name == "pattern":  # which may be written in more than one way
             ours, theirs = config.layer_kinds, again.layer_kinds
-        if ours != theirs and field.name not in ("compute_dtype", "remat"):
+        if ours != theirs and field.name not in ("compute_dtype", "remat", "freeze_router"):
             raise ValueError(
                 f"{field.name}={ours!r} cannot be written for family={config.family!r},"
                 f" which always has {theirs!r}"

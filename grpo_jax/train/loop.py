@@ -23,8 +23,8 @@ from grpo_jax.scale import multihost
 from grpo_jax.scale.processes import Gather
 from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
+from grpo_jax.train import experts, prepare, reporting
 from grpo_jax.train import layout as layouts
-from grpo_jax.train import prepare, reporting
 from grpo_jax.train import rollout as rollouts
 from grpo_jax.train.checkpoint import Checkpointer
 from grpo_jax.train.interrupt import Interrupt
@@ -69,6 +69,7 @@ class Parts(NamedTuple):
     train_step: TrainStep
     score_previous: ScoreStep | None  # None where the current forward pass already says it
     score_reference: ScoreStep | None  # None without a KL penalty
+    count_experts: ScoreStep | None  # None without routed experts
     score_teacher: ScoreStep | None  # None without distillation
     score_current: Callable[[Params, Batch], TokenScores]  # compiled only when a step is dumped
     reference: Params | None
@@ -172,6 +173,7 @@ def _step(
     mark = time.perf_counter()
     weighed = prepare.weigh(rollout, parts.rules)
     batch = prepare.collate(rollout, weighed, parts.rollout, parts.gather)
+    load = _expert_load(parts, state, batch)
     batch = _score(parts, state, batch)
     prepared = prepare.finish(rollout, weighed, batch, parts.rules, parts.gather)
     scored = time.perf_counter()
@@ -182,7 +184,7 @@ def _step(
         rows = prepare.sample_rows(step, rollout, prepared, parts.tokenizer)
         parts.reporter.samples(step, rows)
     end = time.perf_counter()
-    metrics = rollouts.summary(rollout, parts.gather) | drawn | prepared.metrics | updates
+    metrics = rollouts.summary(rollout, parts.gather) | drawn | prepared.metrics | updates | load
     metrics |= {f"seconds/{name}": value for name, value in rollout.seconds.items()}
     metrics |= {
         "seconds/score": scored - mark,
@@ -196,7 +198,7 @@ def _step(
 
 def _programs(parts: Parts) -> dict[str, float]:
     """How many programs the updates and the score passes were compiled into so far."""
-    scores = [parts.score_previous, parts.score_reference, parts.score_teacher]
+    scores = [parts.score_previous, parts.score_reference, parts.score_teacher, parts.count_experts]
     updates = [parts.train_step]
     if parts.critic is not None:
         scores.append(parts.critic.score)
@@ -217,6 +219,14 @@ def _collect(parts: Parts, params: Params, key: jax.Array) -> rollouts.Rollout:
         parts.rollout.completions_per_prompt,
         key,
     )
+
+
+def _expert_load(parts: Parts, state: TrainState, batch: Batch) -> dict[str, float]:
+    """Say how evenly the policy spreads the rollout's tokens over its experts."""
+    if parts.count_experts is None:
+        return {}
+    placed = parts.place(parts.layout.lay_out(batch).batch)
+    return experts.report(multihost.fetch(parts.count_experts(state.params, placed)))
 
 
 def _score(parts: Parts, state: TrainState, batch: Batch) -> Batch:

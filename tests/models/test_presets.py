@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.models import model_config, presets, transformer
+from grpo_jax.models import hf_config, model_config, presets, transformer
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,43 @@ def test_unknown_preset_lists_the_known():
         presets.preset("small")
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
-        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
-        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
-    ],
-)
-def test_parameter_counts_are_the_published_ones(name, count):
-    assert transformer.parameter_count(presets.preset(name)) == count
+# As the model pages give them; a tied table counts once.
+COUNTS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 1_711_376_384,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "mistralai/Mistral-7B-Instruct-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b-it": 9_241_705_984,
+    "google/gemma-3-270m-it": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts_are_the_published_ones(name):
+    config = presets.preset(name)
+    assert transformer.parameter_count(config) == COUNTS[name]
+    fields = hf_config.config_to_fields(config)  # refuses a switch that its family does not have
+    assert hf_config.config_from_fields(fields).layer_kinds == config.layer_kinds
+
+
+def test_every_named_model_is_counted():
+    assert {"tiny", *COUNTS} == set(presets.PRESETS)
