@@ -24,7 +24,7 @@ from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import critic as critics
-from grpo_jax.train import dump, experts, loop, optimizer, prepare, reporting
+from grpo_jax.train import dump, loop, optimizer, prepare, reporting
 from grpo_jax.train import state as states
 from grpo_jax.train import step as steps
 from grpo_jax.train.layout import Layout
@@ -99,6 +99,11 @@ def with_adapter(model: Model, config: Config) -> Model:
     """
     if not config.lora.on:
         return model
+    if config.model.freeze_router:
+        raise ConfigError(
+            f"model.freeze_router = true says nothing with lora.rank = {config.lora.rank}: an "
+            "adapter trains what lora.targets name; leave routers out of them, and this false"
+        )
     key = jax.random.fold_in(jax.random.key(config.run.seed), 2**31 - 2)
     try:
         adapter = lora.init_adapter(model.loaded.params, config.lora, key)
@@ -430,8 +435,8 @@ def build_parts(
         train_step=compiled.train,
         score_previous=compiled.previous,
         score_reference=compiled.reference,
-        count_experts=experts.make_count_step(
-            model.loaded.policy, micro_batches=layout.micro_batches, places=places
+        count_experts=steps.make_count_step(
+            model.policy, micro_batches=layout.micro_batches, places=places
         ),
         score_teacher=None if teacher is None else teacher.score,
         score_current=compiled.current,

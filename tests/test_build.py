@@ -164,7 +164,7 @@ def test_a_frozen_router_stays_as_it_is_on_a_mesh(routed):
     policy = model.loaded.policy
     train = step.make_train_step(policy, opt, LossConfig(), FilterConfig(), places=places)
     gradient = step.make_gradient_step(policy, LossConfig(), FilterConfig())
-    sent = experts.make_count_step(policy, places=places)(state.params, placed)
+    sent = step.make_count_step(policy, places=places)(state.params, placed)
     alone = hf.load_model(routed, freeze_router=True)
     _, expected, _ = gradient(alone.params, batch, counts)
     after, metrics = train(state, placed, counts)
@@ -176,7 +176,7 @@ def test_a_frozen_router_stays_as_it_is_on_a_mesh(routed):
     old, new = before["layers"]["mlp"], jax.device_get(after.params)["layers"]["mlp"]
     np.testing.assert_array_equal(new["router"]["weight"], old["router"]["weight"])
     assert np.abs(new["gate"]["weight"] - old["gate"]["weight"]).max() > 1e-3
-    np.testing.assert_array_equal(sent, experts.make_count_step(alone.policy)(alone.params, batch))
+    np.testing.assert_array_equal(sent, step.make_count_step(alone.policy)(alone.params, batch))
 
 
 def test_the_load_of_experts():
@@ -193,3 +193,17 @@ def test_a_router_that_is_not_there_cannot_be_frozen(folders):
     config = make_config(folders, model={"path": str(folders["student"]), "freeze_router": True})
     with pytest.raises(ValueError, match="freeze_router=True needs routed experts"):
         build.load_model(config)
+
+
+def test_an_adapter_and_the_experts_below_it(routed):
+    """Where tokens go is counted with the adapter, which as born changes nothing."""
+    targets = {"rank": 2, "targets": ["attention/(query|key)/"]}
+    config = make_config({"student": routed}, lora=targets)
+    model = build.load_model(config)
+    batch = make_batch(rows=8, vocabulary=260)
+    found = step.make_count_step(model.policy)(model.trained, batch)
+    expected = step.make_count_step(model.loaded.policy)(model.loaded.params, batch)
+    np.testing.assert_array_equal(found, expected)
+    frozen = {"path": str(routed), "freeze_router": True}
+    with pytest.raises(configs.ConfigError, match="freeze_router = true says nothing with lora.ra"):
+        build.load_model(make_config({"student": routed}, lora=targets, model=frozen))

@@ -174,7 +174,15 @@ def adapt(policy: Policy, base: Params, scale: float, *, merged: bool = False) -
         del adapter  # targets are linear layers below the head
         return policy.head(base)
 
-    return policy._replace(hidden=hidden, head=head)
+    def expert_counts(adapter: Params, tokens, positions, segment_ids) -> jax.Array:
+        assert policy.expert_counts is not None
+        return policy.expert_counts(join(base, adapter, scale), tokens, positions, segment_ids)
+
+    return policy._replace(
+        hidden=hidden,
+        head=head,
+        expert_counts=None if policy.expert_counts is None else expert_counts,
+    )
 
 
 def graft(policy: Policy, base: Params, scale: float, *, merged: bool = False) -> Grafted:

@@ -253,6 +253,24 @@ def compile_score(
     return Program(score, frozen=frozen, in_shardings=places_in, out_shardings=rows)
 
 
+def make_count_step(
+    policy: Policy | Grafted, *, micro_batches: Cut = 1, places: Placement | None = None
+) -> ScoreStep | None:
+    """Compile `(params, batch) -> f32[B, layers, experts]`: how many tokens of a row went where.
+
+    It is one pass over the trunk; None for a policy without routed experts.
+    """
+    frozen = _frozen(policy)
+    if _bound(policy, frozen).expert_counts is None:
+        return None
+
+    def count(params: Params, batch: Batch, *frozen: Params) -> jax.Array:
+        counts: Any = _bound(policy, frozen).expert_counts
+        return counts(params, batch.tokens, batch.positions, batch.segment_ids)
+
+    return compile_score(count, micro_batches, places, frozen)
+
+
 def make_full_score_step(
     policy: Policy | Grafted,
     loss_config: LossConfig,
