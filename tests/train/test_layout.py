@@ -155,8 +155,11 @@ def test_every_layout_gives_the_same_in_double_precision(name, config, x64):
     assert np.any(scores < 0)
 
 
-@pytest.mark.parametrize("name", ["packed", "packed_in_a_token_budget_on_a_mesh"])
-def test_packed_equals_unpacked_in_single_precision(name):
+@pytest.mark.parametrize(
+    "name",
+    ["packed", "token_budget", "packed_in_a_token_budget_on_a_mesh", "token_budget_on_a_mesh"],
+)
+def test_every_layout_gives_the_same_in_single_precision(name):
     """1e-6 of the loss, 1e-5 of the largest gradient."""
     layout, how = LAYOUTS[name]
     (loss, grads, metrics), _ = evaluate(layout, CONFIGS["token_level"], **how)
