@@ -96,7 +96,21 @@ def sample(
         if filters.enough(missing, config.prompts_per_step, len(parts), rules.filters):
             totals = {k: float(sum(c.metrics[k] for c in everywhere)) for k in choice.metrics}
             totals["dynamic_sampling/num_gen_batches"] = float(len(parts))
+            left_out = ~np.isin(np.arange(len(whole.texts)), choice.rows)
+            _, report = filters.remove(
+                "dynamic_sampling",
+                np.ones(len(whole.texts)),
+                left_out,
+                _correct(whole.scores, rules.filters),
+            )
+            totals |= filters.Report.join(gather(report)).metrics()
             return take(whole, choice.rows), totals
+
+
+def _correct(scores: Scores, config: FiltersConfig) -> np.ndarray:
+    """bool[N], for the reports of filters: of the rewards as they were given."""
+    rewards = np.where(scores.valid, scores.total, np.nan)
+    return filters.is_correct(rewards, config.correct_reward)
 
 
 def _judged(rewards: shaping.ShapedRewards, rules: Rules) -> np.ndarray:
@@ -157,9 +171,7 @@ def weigh(rollout: Rollout, rules: Rules) -> Weighed:
         truncated=rollout.truncated,
         components=scores.components,
     )
-    correct = filters.is_correct(
-        np.where(scores.valid, scores.total, np.nan), config.correct_reward
-    )
+    correct = _correct(scores, config)
     # A row that asks to be masked may do so instead of having a score, and who distils needs none.
     known = scores.valid | scores.masked | (not rules.advantage.needs_rewards)
     weights, unscored = filters.unscored(np.ones(len(correct)), known, correct)

@@ -268,6 +268,10 @@ def test_dynamic_sampling_collects_until_groups_differ():
     assert whole.scores.total.tolist() == [1, 0, 1, 0]
     assert len(set(whole.group_ids.tolist())) == 2
     assert metrics["dynamic_sampling/num_gen_batches"] == 2
+    report = {k.rpartition("/")[2]: v for k, v in metrics.items() if k.startswith("filters/")}
+    assert (report["before"], report["after"], report["removed"]) == (8, 4, 4)
+    assert report["correct_removed_share"] == 4 / 6  # both rows of each group that is all right
+    assert report["removed_correct_share"] == 1
     assert whole.seconds == {"rollout": 2.0, "decode": 0.2, "reward": 1.0}
 
 

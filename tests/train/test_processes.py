@@ -195,6 +195,8 @@ def test_dynamic_sampling_goes_on_while_any_process_is_short():
     assert metrics == others
     assert metrics["dynamic_sampling/num_gen_batches"] == 2
     assert metrics["dynamic_sampling/groups_sampled"] == 4
+    assert metrics["filters/dynamic_sampling/before"] == 4 * SIZE
+    assert metrics["filters/dynamic_sampling/after"] == 2 * SIZE
     assert metrics["dynamic_sampling/num_discarded_valid_samples"] == SIZE
 
 
