@@ -305,7 +305,8 @@ def _update_critic(
                 f"step {step}: critic's loss {results[-1]['loss']}, gradient norm "
                 f"{results[-1]['grad_norm']}: no update was applied to it"
             )
-    return state, critics.report(prepare.merge_updates(results))
+    report = layouts.report([laid for laid, _ in updates])  # also while the critic is alone
+    return state, critics.report(prepare.merge_updates(results)) | report
 
 
 def _lay_out(parts: Parts, batch: Batch) -> list[tuple[Laid, Counts]]:

@@ -13,11 +13,12 @@ from tests.e2e.test_train_command import metrics, wait_for
 
 @pytest.fixture(scope="module")
 def run(base_config, tmp_path_factory):
-    """Two steps of the critic alone, then both; several updates, and a clip that bites."""
+    """Two steps of the critic alone, then both; packed, several updates, and a clip that bites."""
     config = changed(
         base_config,
         run={"steps": 7, "dump_steps": []},
-        rollout={"completions_per_prompt": 8, "micro_batch_size": 8, "epochs": 2},
+        rollout={"completions_per_prompt": 8, "micro_batch_size": None, "epochs": 2},
+        packing={"enabled": True, "row_length": 200, "max_sequences": 8},
         advantage={"estimator": "gae", "gae_lambda_value": 1.0, "length_adaptive_alpha": 0.5},
         critic={
             "warmup_steps": 2,
@@ -46,6 +47,7 @@ def test_the_critic_learns_alone_and_then_beside_the_policy(run):
     assert [row["critic/update_applied"] for row in rows] == [4] * 7  # 2 epochs of 2 updates
     assert [row["update_applied"] for row in rows] == [0, 0, 4, 4, 4, 4, 4]
     assert ["loss" in row for row in rows] == [False, False, True, True, True, True, True]
+    assert all(0.5 < row["packing/fill"] < 1 for row in rows)  # the first two among them
     assert rows[0]["critic/vf_clipfrac"] > 0  # values may move by 0.5, and began 3 away
 
 
