@@ -256,10 +256,7 @@ def compile_score(
 def make_count_step(
     policy: Policy | Grafted, *, micro_batches: Cut = 1, places: Placement | None = None
 ) -> ScoreStep | None:
-    """Compile `(params, batch) -> f32[B, layers, experts]`: how many tokens of a row went where.
-
-    It is one pass over the trunk; None for a policy without routed experts.
-    """
+    """Compile `(params, batch) -> f32[B, layers, experts]`, tokens a row; None without experts."""
     frozen = _frozen(policy)
     if _bound(policy, frozen).expert_counts is None:
         return None
