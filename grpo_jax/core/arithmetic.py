@@ -1,6 +1,7 @@
 """`clip` and `exp` with derivatives, ranges and roundings that we choose."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +102,18 @@ def _exp_beyond_line_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple
     return value, jnp.where(over, -1, value + x) * dx
 
 
-def both_ways(x: Array) -> tuple[Array, Array, Array, Array]:
-    """e^x, e^−x, e^x − 1 − x and e^−x − 1 + x from a single exponential; no gradient.
+class BothWays(NamedTuple):
+    """Exponentials of x and −x, and what is left of them beyond 1 and beyond a line."""
+
+    up: Array  # e^x
+    down: Array  # e^−x
+    above: Array  # e^x − 1 − x
+    below: Array  # e^−x − 1 + x
+    apart: Array  # cosh x − 1
+
+
+def both_ways(x: Array) -> BothWays:
+    """All of `BothWays` from a single exponential, to rounding; no gradient.
 
     Finite for finite x; infinite and NaN arguments stay visible.
     """
@@ -113,11 +124,12 @@ def both_ways(x: Array) -> tuple[Array, Array, Array, Array]:
     down = jnp.where(jnp.isneginf(x), jnp.inf, 1 / jnp.maximum(up, 1 / big))
     even, odd = _even_and_odd(x)
     near = jnp.abs(x) <= 0.25
-    return (
+    return BothWays(
         up,
         down,
-        jnp.where(near, even + odd, up - 1 - x),
-        jnp.where(near, even - odd, down - 1 + x),
+        above=jnp.where(near, even + odd, up - 1 - x),
+        below=jnp.where(near, even - odd, down - 1 + x),
+        apart=jnp.where(near, even, 0.5 * up + 0.5 * down - 1),
     )
 
 

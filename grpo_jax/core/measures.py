@@ -99,23 +99,23 @@ def _correction(view: View, weights: Weights, weighted: Array, config: LossConfi
 def _agreement(view: View) -> Metrics:
     """token_mult_prob_error = Σ e^|p − g| m: the weight stands outside the exponential."""
     # The same expression as below, so that the exponentials are shared.
-    up, down, _, _ = arithmetic.both_ways(arithmetic.bound(view.previous - view.generation))
-    return {"token_mult_prob_error": jnp.where(up < down, down, up) * view.actor.weights}
+    gap = arithmetic.both_ways(arithmetic.bound(view.previous - view.generation))
+    error = jnp.where(gap.up < gap.down, gap.down, gap.up)
+    return {"token_mult_prob_error": error * view.actor.weights}
 
 
 def _mismatch(view: View, config: LossConfig) -> Metrics:
     """Sampler-to-trainer divergences at the sampled tokens, without clamps.
 
         js = ½ k3(p − M) + ½ k3(g − M),   M = log(½ e^p + ½ e^g),   k3(d) = e^d − 1 − d
-           = log cosh(δ/2) = ½ log(1 + ¼ (k3(δ) + k3(−δ))),          δ = p − g
+           = log cosh(δ/2) = ½ log(1 + ½ (cosh δ − 1)),              δ = p − g
 
     The last form neither cancels at small δ nor needs an exponential of its own.
     """
     gap, m = arithmetic.bound(view.previous - view.generation), view.actor.weights
-    _, _, forth, back = arithmetic.both_ways(gap)
-    k3s = forth + back
+    _, _, forth, back, apart = arithmetic.both_ways(gap)
     size = jnp.abs(gap)
-    js = jnp.where(size > 30, size / 2 - math.log(2), 0.5 * arithmetic.log1p(0.25 * k3s))
+    js = jnp.where(size > 30, size / 2 - math.log(2), 0.5 * arithmetic.log1p(0.5 * apart))
     kind = config.reference_policy_kl_type
     if kind == "k1":
         forth, back = -gap, gap

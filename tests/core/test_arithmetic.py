@@ -29,13 +29,14 @@ def test_k3_both_ways_and_its_parts_are_exact_to_rounding(dtype):
     def series(x):
         return np.sum(x[:, None] ** powers / factorials, axis=1)
 
-    up, down, above, below = jax.jit(arithmetic.both_ways)(x)
+    up, down, above, below, apart = jax.jit(arithmetic.both_ways)(x)
     wide, tolerance = x.astype(np.longdouble), 4 * np.finfo(dtype).eps
     for found, wanted in (
         (up, np.exp(wide)),
         (down, np.exp(-wide)),
         (above, series(wide)),
         (below, series(-wide)),
+        (apart, (series(wide) + series(-wide)) / 2),
         (jax.jit(arithmetic.exp_beyond_line)(x), series(wide)),
     ):
         np.testing.assert_allclose(found, wanted, rtol=tolerance)
