@@ -49,7 +49,10 @@ def exact_kl(student: hf.LoadedModel, teacher: hf.LoadedModel, batch: Batch) -> 
 
 
 def test_a_student_comes_closer_to_its_teacher(base_config, teacher_folder, tiny_folder, tmp_path):
-    """The KL falls, on its own texts and exactly; and the advantages are the gap of the models."""
+    """The KL falls, on its own texts and exactly; and the advantages are the gap of the models.
+
+    In packed rows, so that the teacher reads them too.
+    """
     folder = tmp_path / "run"
     config = changed(
         base_config,
@@ -58,9 +61,10 @@ def test_a_student_comes_closer_to_its_teacher(base_config, teacher_folder, tiny
         rollout={
             "updates_per_rollout": 1,
             "completions_per_prompt": 16,
-            "micro_batch_size": 32,
+            "micro_batch_size": None,
             "head_chunk": 64,
         },
+        packing={"enabled": True, "row_length": 512, "max_sequences": 8},
         advantage={"estimator": "opd", "subtract_global_baseline": True},
         loss_fn={"reference_policy_kl_penalty": 0.0, "disable_ppo_ratio": True},
         optimizer={"lr": 0.01, "schedule": "constant", "weight_decay": 0.0},
@@ -74,6 +78,7 @@ def test_a_student_comes_closer_to_its_teacher(base_config, teacher_folder, tiny
     assert "warning" not in output
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["on_policy_distillation/teacher_student_logprob_gap_mean"] for row in rows]
+    assert rows[0]["packing/rows"] < 32  # of 32 completions
     assert gaps[-1] > 0.7 * gaps[0]  # both negative: minus the KL, on the student's own texts
 
     # What was trained is the gap, made again here from the two models and the dumped tokens.
