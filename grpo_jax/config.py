@@ -220,7 +220,9 @@ def _convert_dataclass(value: Any, cls: type, where: str, source: str) -> Any:
     prefix = f"{where}." if where else ""
     for key in value:
         if key not in names:
-            close = nearest(str(key), names) or nearest(f"{prefix}{key}", keys(Config()))
+            full, known = f"{prefix}{key}", list(keys(Config()))
+            elsewhere = [name for name in known if name.endswith(f".{key}")]
+            close = nearest(full, elsewhere) or nearest(str(key), names) or nearest(full, known)
             raise ConfigError(
                 f"{source}: unknown key '{prefix}{key}'.{close} "
                 f"Keys here: {', '.join(sorted(names))}."
