@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "run.export",
     "lora.export",
     "run.dump_steps",
+    "run.profile_steps",
     "run.max_nonfinite",
     "report.",
     "checkpoint.",

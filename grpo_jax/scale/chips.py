@@ -39,6 +39,33 @@ CHIPS: dict[str, Chip] = {
 }
 
 
+KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+"""What JAX calls a chip (`device_kind`), and our name for it."""
+
+
+def utilisation(
+    parameters: int, tokens: float, seconds: float, devices: int, kind: str | None = None
+) -> float | None:
+    """MFU: 6 · parameters · tokens / (seconds · devices · peak), a fraction; arXiv:2204.02311.
+
+    Attention over the row and recomputation are left out, so that runs compare across models.
+
+    Args:
+      parameters: of the model.
+      tokens: that went through a forward and a backward pass.
+      seconds: by the clock.
+      devices: how many chips shared the work.
+      kind: `device_kind` of the chips; None: of this process's first.
+
+    Returns:
+      None where no peak number of the chip is known.
+    """
+    known = KINDS.get(jax.devices()[0].device_kind if kind is None else kind)
+    if known is None or seconds <= 0:
+        return None
+    return 6.0 * parameters * tokens / (seconds * devices * CHIPS[known].flops)
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """The devices that a program is compiled for."""

@@ -147,6 +147,7 @@ def report(laid: Sequence[Laid]) -> dict[str, float]:
     packing/fill       = real tokens / tokens of the micro-batches that were computed
     packing/waste      = 1 − fill
     packing/imbalance  = largest / mean of the shards' real tokens − 1
+    packing/tokens: real tokens of all updates, prompts included
     packing/rows, packing/micro_batches: of all updates, those that hold a token
     """
     real = sum(int(part.shard_tokens.sum()) for part in laid)
@@ -157,6 +158,7 @@ def report(laid: Sequence[Laid]) -> dict[str, float]:
         "packing/fill": fill,
         "packing/waste": 1.0 - fill,
         "packing/imbalance": float(np.max(shards) / np.mean(shards) - 1) if real else 0.0,
+        "packing/tokens": real,
         "packing/rows": sum(part.used_rows for part in laid),
         "packing/micro_batches": sum(part.micro_batches for part in laid),
     }

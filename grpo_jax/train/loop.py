@@ -6,7 +6,7 @@ root key folded with the step, so a resumed run draws what the uninterrupted one
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import NativeEngine
 from grpo_jax.sampling.generate import SamplingConfig
-from grpo_jax.scale import multihost
+from grpo_jax.scale import chips, multihost
 from grpo_jax.scale.processes import Gather
 from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
@@ -44,6 +44,7 @@ class RunConfig:
     export: bool = True  # write the final weights as a Hugging Face folder
     max_nonfinite: int = 3  # stop after so many steps in a row with a non-finite loss or gradient
     dump_steps: tuple[int, ...] = ()  # steps whose loss inputs are written for `grpo-jax parity`
+    profile_steps: tuple[int, ...] = ()  # steps whose trace and memory profile are written
 
     def __post_init__(self):
         for name in ("steps", "max_nonfinite"):
@@ -134,7 +135,8 @@ def train(
         reporter.header()
         while step < config.steps:
             step += 1
-            state, metrics = _step(parts, state, config, jax.random.fold_in(root, step), step)
+            key = jax.random.fold_in(root, step)
+            state, metrics = _traced_step(parts, state, config, key, step)
             reporter.step(step, metrics)
             _watch(metrics, notes, config, parts, step)
             finished = step == config.steps
@@ -190,10 +192,37 @@ def _step(
         "seconds/score": scored - mark,
         "seconds/update": updated - scored,
         "seconds/step": end - begin,
-        "tokens_per_second": metrics["length/total"] / (end - begin),
         "programs/sampler": parts.engine.programs,
-    } | _programs(parts)
-    return state, metrics
+    }
+    metrics |= _speed(state, metrics)
+    return state, metrics | _programs(parts)
+
+
+def _speed(state: TrainState, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Tokens sampled a second of the whole step; and MFU of the updates, on chips we know."""
+    devices = jax.device_count()
+    sampled = metrics["length/total"] / metrics["seconds/step"]
+    speed = {"tokens_per_second": sampled, "tokens_per_second_per_chip": sampled / devices}
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    mfu = chips.utilisation(
+        parameters, metrics.get("packing/tokens", 0.0), metrics["seconds/update"], devices
+    )
+    return speed if mfu is None else speed | {"mfu": mfu}
+
+
+def _traced_step(
+    parts: Parts, state: TrainState, config: RunConfig, key: jax.Array, step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """One step, with a profile of it where one was asked for: a trace, and the memory after it."""
+    if step not in config.profile_steps:
+        return _step(parts, state, config, key, step)
+    place = parts.reporter.folder / "profile" / f"step_{step:06d}"
+    place.mkdir(parents=True, exist_ok=True)
+    with jax.profiler.trace(str(place)):
+        result = _step(parts, state, config, key, step)
+    jax.profiler.save_device_memory_profile(place / f"memory_{multihost.index()}.prof")
+    parts.reporter.say(f"step {step}: its profile is in {place}")
+    return result
 
 
 def _programs(parts: Parts) -> dict[str, float]:

@@ -91,6 +91,19 @@ def test_killed_interrupted_and_resumed_equals_undisturbed_bit_for_bit(undisturb
         assert tensor.tobytes() == ours[name].tobytes(), name
 
 
+def test_a_step_is_profiled_where_asked(undisturbed, tmp_path):
+    folder, _, config = undisturbed
+    assert not (folder / "profile").exists()
+    assert all("mfu" not in row for row in metrics(folder))  # no peak number of a CPU is known
+    short = ("--run.steps", "1", "--run.profile-steps", "1", "--optimizer.schedule", "constant")
+    quick = ("--evaluate.no-at-start", "--evaluate.no-at-end", "--run.no-export")
+    status, output = finish(start("train", config, "--run.dir", tmp_path / "run", *short, *quick))
+    assert status == 0 and "its profile is in" in output, output
+    place = tmp_path / "run" / "profile" / "step_000001"
+    assert (place / "memory_0.prof").stat().st_size > 0
+    assert list(place.glob("plugins/profile/*/*.xplane.pb"))
+
+
 def test_other_commands_read_the_run(undisturbed, tmp_path):
     folder, _, config = undisturbed
     result = tmp_path / "eval.json"
