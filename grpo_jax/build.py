@@ -70,12 +70,16 @@ class Model(NamedTuple):
 
 def load_model(config: Config) -> Model:
     """Load weights and tokenizer, and check that they belong together."""
+    mesh = meshes.make_mesh(config.mesh)
     loaded = hf.load_model(
         config.model.path,
         dtype="float32",
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
         freeze_router=config.model.freeze_router,
+        # Once for all who read them: the state copies them, the reference policy shares them. What
+        # does not divide is said by the state's rules.
+        place=lambda shapes: rules.partition(shapes, mesh, say=lambda _: None),
     )
     tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
     if tokenizer.vocab_size > loaded.config.vocab_size:
@@ -84,10 +88,6 @@ def load_model(config: Config) -> Model:
             f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
         )
     sampling = _for_vocabulary(config.sampling, tokenizer.vocab_size, loaded.config.vocab_size)
-    mesh = meshes.make_mesh(config.mesh)
-    # Once for all who read them: the state copies them, the reference policy shares them.
-    places = rules.partition(loaded.params, mesh, say=lambda _: None)  # the state's rules will say
-    loaded = loaded._replace(params=jax.device_put(loaded.params, places))
     return with_adapter(Model(loaded, tokenizer, mesh, sampling), config)
 
 
@@ -142,6 +142,7 @@ def load_teacher(config: Config, model: Model) -> Teacher | None:
     loaded = hf.load_model(
         str(config.teacher.path),
         compute_dtype=config.teacher.compute_dtype or config.model.compute_dtype,
+        place=lambda shapes: rules.partition(shapes, model.mesh, say=lambda _: None),
     )
     frozen = optax.identity()
     places = states.placement(states.abstract(loaded.params, frozen), frozen, model.mesh)

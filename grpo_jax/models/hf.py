@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.core.policy import Decoder, Params, Policy
-from grpo_jax.models import cache, hf_config, hf_names, transformer
+from grpo_jax.models import cache, hf_config, hf_names, hf_shards, transformer
 from grpo_jax.models.model_config import Dtype, ModelConfig, Remat
 
 SINGLE = "model.safetensors"
@@ -44,6 +44,10 @@ COMPANIONS = (
 )
 
 
+Place = Callable[[Any], Any]
+"""Shapes of the parameters -> a tree of `jax.sharding.Sharding`."""
+
+
 class LoadedModel(NamedTuple):
     """A model ready for use: what it is, the pure functions, and the weights."""
 
@@ -60,6 +64,7 @@ def load_model(
     compute_dtype: Dtype | None = None,
     remat: Remat = "none",
     freeze_router: bool = False,
+    place: Place | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder of a supported architecture.
 
@@ -69,6 +74,7 @@ def load_model(
       compute_dtype: of the activations; `dtype` if None.
       remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
       freeze_router: give the router of routed experts no gradient.
+      place: shapes of the parameters -> where each of them lives; the default device if None.
 
     Raises:
       FileNotFoundError: folder, config.json, weights or a shard are not there.
@@ -84,26 +90,34 @@ def load_model(
         remat=remat,
         freeze_router=freeze_router,
     )
-    params = load_params(folder, config)
+    params = load_params(folder, config, place)
     return LoadedModel(config, transformer.policy_for(config), cache.decoder_for(config), params)
 
 
-def load_params(folder: str | Path, config: ModelConfig) -> Params:
-    """Read the weights of `config` in its `param_dtype`; raise as `load_model` does."""
+def load_params(
+    folder: str | Path,
+    config: ModelConfig,
+    place: Place | None = None,
+    *,
+    staging_bytes: int = hf_shards.STAGING_BYTES,
+) -> Params:
+    """Read the weights of `config` in its `param_dtype`; arguments and errors as `load_model`.
+
+    Slices go from the files to the devices that hold them; see `hf_shards`.
+    """
     folder = Path(folder)
     wanted = transformer.abstract_params(config)
+    here = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)  # a default may be set
+    places = jax.tree.map(lambda _: here, wanted) if place is None else place(wanted)
     with contextlib.ExitStack() as stack:
         tensors = _open_all(folder, stack)
         _check_tensors(folder, config, wanted, tensors)
 
-        def read(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            names, shape = hf_names.file_names(path, leaf.shape, config)
-            stacked = np.empty((len(names), *shape), leaf.dtype)
-            for row, name in enumerate(names):
-                stacked[row] = tensors[name].get_tensor(name)
-            return jnp.asarray(stacked.reshape(leaf.shape))
+        def read(path, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
+            names, inner = hf_names.file_names(path, leaf.shape, config)
+            return hf_shards.read_array(tensors, names, leaf, inner, sharding, staging_bytes)
 
-        return jax.tree.map_with_path(read, wanted)
+        return jax.tree.map_with_path(read, wanted, places)
 
 
 def _open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -163,7 +177,15 @@ def _check_tensors(
 def _check_tied(folder: Path, tensors: dict[str, Any]) -> None:
     """Let a tied model carry its head twice, as long as both are the same."""
     table, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not np.array_equal(tensors[table].get_tensor(table), tensors[head].get_tensor(head)):
+    shape = tensors[table].get_slice(table).get_shape()
+    same = shape == tensors[head].get_slice(head).get_shape()
+    if same:
+        bounds = tuple(slice(0, size) for size in shape)
+        pairs = zip(
+            *(hf_shards.row_blocks(tensors, n, bounds, 2**22) for n in (table, head)), strict=True
+        )
+        same = all(np.array_equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
+    if not same:
         raise ValueError(
             f"{folder}: tie_word_embeddings is true, but {head} differs from {table};"
             " set it to false in config.json if the head is meant to be separate"
