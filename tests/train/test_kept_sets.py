@@ -73,7 +73,9 @@ def test_report_a09_filters_and_replayed_sets_train_the_same_in_every_layout(
     """Packing, chunks, the single pass, a mesh, filters or their kept ids: 1e-10 in float64."""
     layout, how = place
     batch = filtered_batch("float64")[replay]
-    found = evaluate(layout, CONFIGS[config], "float64", filter=FILTER, batch=batch, **how)
+    # Without filters beside them, ignored sets would show; the whole layout has both.
+    filter = FILTER.whole if replay and how else FILTER
+    found = evaluate(layout, CONFIGS[config], "float64", filter=filter, batch=batch, **how)
     wanted = filtered(config, "float64")
     assert_same(found, wanted, 1e-10)
     (loss, grads, metrics), scores = found
@@ -86,8 +88,9 @@ def test_filters_in_packed_chunks_on_a_mesh_in_single_precision(replay):
     """1e-6 of the loss, 1e-5 of the largest gradient."""
     layout, how = PACKED_ON_A_MESH
     batch = filtered_batch("float32")[replay]
+    filter = FILTER.whole if replay else FILTER
     (loss, grads, _), _ = evaluate(
-        layout, CONFIGS["token_level"], filter=FILTER, batch=batch, **how
+        layout, CONFIGS["token_level"], filter=filter, batch=batch, **how
     )
     (wanted, expected, _), _ = filtered("token_level", "float32")
     np.testing.assert_allclose(loss, wanted, rtol=1e-6, atol=1e-7)
