@@ -124,7 +124,7 @@ def make_train_step(
     Raises:
       ValueError: when called, if the rows do not divide over micro-batches and devices.
     """
-    settings = (
+    settings: Any = (
         *(loss_config, filter_config, micro_batches, chunk_size, max_segments, entropy),
         places,
     )
