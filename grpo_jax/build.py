@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from grpo_jax import engines
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
 from grpo_jax.core.batch import Batch, Counts, TokenScores
@@ -18,7 +19,7 @@ from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
 from grpo_jax.models import hf, lora, transformer
 from grpo_jax.rewards.scoring import Scorer
-from grpo_jax.sampling.engine import NativeEngine
+from grpo_jax.sampling.engine import RolloutEngine
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
@@ -173,16 +174,9 @@ def on_policy(loss: LossConfig, updates: int) -> LossConfig:
         return loss
 
 
-def build_engine(config: Config, model: Model) -> NativeEngine:
-    """The native sampler for a model."""
-    return NativeEngine(
-        model.loaded.decoder,
-        model.sampling,
-        stop_ids=model.tokenizer.stop_ids,
-        pad_id=model.tokenizer.pad_id,
-        context_length=model.loaded.config.max_length,
-        config=config.engine,
-    )
+def build_engine(config: Config, model: Model) -> RolloutEngine:
+    """The sampler for a model."""
+    return engines.make_engine(config, model.loaded, model.tokenizer, model.sampling)
 
 
 def fingerprint(path: str | Path) -> str:
@@ -228,6 +222,7 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
     _check_widths(
         config, layout, max(len(p.ids) for p in data.train) + config.sampling.max_new_tokens
     )
+    engines.check_trainable(config)
     if config.teacher.path is not None:
         _check_teacher(config.teacher.path, model, longest + new)
 

@@ -1,6 +1,6 @@
-"""The command line: `grpo-jax train | eval | sample | config | plan | export | inspect | parity`.
+"""The command line: `grpo-jax train | eval | sample | serve | config | plan | …`, and its errors.
 
-The first five take a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
+The first six take a config file, then overrides: `grpo-jax train my.yaml --optimizer.lr 1e-5`.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import tyro
 
 from grpo_jax import config as configs
+from grpo_jax.sampling.serving import ServeConfig
 from grpo_jax.scale import multihost
 from grpo_jax.train.inspect import InspectOptions
 
@@ -53,6 +54,15 @@ def show_config(argv: Sequence[str]) -> int:
     for warning in configs.validate(config):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Serve a model, or a run's newest checkpoint, to OpenAI clients and to other runs."""
+    config, options = parse_with(argv, "serve", ServeConfig)
+    assert options is not None
+    from grpo_jax import run
+
+    return run.serve(config, options)
 
 
 def export(argv: Sequence[str]) -> int:
@@ -100,6 +110,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
+    "serve": serve,
     "config": show_config,
     "export": export,
     "inspect": inspect,

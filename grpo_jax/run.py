@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from grpo_jax import build
+from grpo_jax import build, engines
 from grpo_jax import config as configs
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
@@ -22,6 +23,7 @@ from grpo_jax.models import hf, lora
 from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.generate import STOP_REASONS
+from grpo_jax.sampling.serving import ServeConfig
 from grpo_jax.scale import multihost
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import evaluate, folder, loop, reporting, rollout
@@ -364,6 +366,29 @@ def sample(
             f"log-probability {nats:.2f} nats)[/dim]"
         )
         console.print(model.tokenizer.decode(completion.tolist()), markup=False)
+    return EXIT_OK
+
+
+def serve(config: Config, options: ServeConfig) -> int:
+    """Answer completion requests over HTTP until Ctrl-C."""
+    console = reporting.make_console()
+    enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
+    options.token()  # refuse an open door before the model is loaded
+    model = build.load_model(config)
+    params, source = _weights(model, config, options.checkpoint, options.step)
+    app, batcher = engines.make_server(
+        config, options, model.loaded, model.tokenizer, model.sampling, params
+    )
+    import uvicorn  # `make_server` has said what to install
+
+    with socket.create_server((options.host, options.port)) as listening:
+        host, port = listening.getsockname()[:2]
+        console.print(f"serving {source} at http://{host}:{port}/v1 (Ctrl-C stops it)")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        try:
+            server.run(sockets=[listening])
+        finally:
+            batcher.close()
     return EXIT_OK
 
 

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
 VENV=${VENV:-.venv-test}
-setup_env "tensorboard,gguf,datasets,torch,dev"
+setup_env "tensorboard,gguf,datasets,torch,serve,dev"
 "$VENV/bin/python" scripts/fetch_smollm2.py --out models/SmolLM2-135M-Instruct
 export PATH="$VENV/bin:$PATH"
 ruff format --check .

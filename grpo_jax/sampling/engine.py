@@ -24,6 +24,9 @@ from grpo_jax.scale import multihost
 class RolloutEngine(Protocol):
     """Anything that completes prompts with the current weights."""
 
+    programs: int
+    """How many programs were compiled here so far."""
+
     def generate(
         self,
         params: Params,
@@ -52,12 +55,50 @@ class RolloutEngine(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class RemoteConfig:
+    """A server that samples in place of the native engine; see docs/serving.md.
+
+    Raises:
+      ValueError: a number is out of range, or the url is not one.
+    """
+
+    url: str | None = None  # root of its API, as in http://127.0.0.1:8000/v1; null = native engine
+    model: str | None = None  # its name for the model; null = the only one it serves
+    token_variable: str = "GRPO_JAX_SERVE_TOKEN"  # environment variable that holds the access token
+    # prompts sent together; a server gives all of them one seed, so more than 1 ties their draws
+    prompts_per_request: int = 1
+    concurrency: int = 32  # requests on their way at one time
+    timeout: float = 600.0  # seconds for one attempt
+    retries: int = 5  # further attempts after a failure that may pass
+    backoff: float = 1.0  # seconds before the second attempt; doubles each time, with jitter
+    # the server reports log-probabilities after temperature and filters (vLLM: started with
+    # --logprobs-mode processed_logprobs); a server that says so itself does not need this
+    processed: bool = False
+    # folder that the server can read: new weights are written there and POST {url}/load_weights
+    # names it; null = the server keeps its weights, and training is refused
+    weights: str | None = None
+
+    def __post_init__(self):
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url!r} must start with http:// or https://")
+        for name in ("prompts_per_request", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.retries < 0 or self.backoff < 0 or self.timeout <= 0:
+            raise ValueError(
+                f"retries={self.retries} and backoff={self.backoff} must not be negative, and "
+                f"timeout={self.timeout} must be positive"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Static shapes of the native engine.
+    """Static shapes of the native engine, or the server in its place.
 
     Attributes:
       prompt_bucket: prompt widths are rounded up to a multiple of this (tokens).
       rows: rows decoded at one time; None decodes all prompts of a call together.
+      remote: a serving stack that samples instead.
 
     Raises:
       ValueError: a number is not positive.
@@ -65,6 +106,7 @@ class EngineConfig:
 
     prompt_bucket: int = 64
     rows: int | None = None
+    remote: RemoteConfig = RemoteConfig()
 
     def __post_init__(self):
         if self.prompt_bucket < 1:
@@ -140,7 +182,7 @@ class NativeEngine:
         sampling = sampling or self.sampling
         prompts = [np.asarray(p, np.int32) for p in prompts]
         ids = np.arange(len(prompts)) if request_ids is None else np.asarray(request_ids)
-        self._check(prompts, ids, group_size, sampling)
+        check_request(prompts, ids, group_size, sampling, self.context_length)
         per_call = len(prompts)
         if self.config.rows is not None:
             per_call = max(1, self.config.rows // group_size)
@@ -158,31 +200,6 @@ class NativeEngine:
             places += [i * group_size + g for i in chosen for g in range(group_size)]
         return _gather(parts, np.asarray(places), self.pad_id)
 
-    def _check(
-        self, prompts: list[np.ndarray], ids: np.ndarray, group_size: int, sampling: SamplingConfig
-    ) -> None:
-        if not prompts:
-            raise ValueError("there are no prompts to complete; pass at least one")
-        if group_size < 1:
-            raise ValueError(f"group_size={group_size} must be at least 1 completion a prompt")
-        if len(ids) != len(prompts):
-            raise ValueError(
-                f"{len(ids)} request ids for {len(prompts)} prompts; pass one for each"
-            )
-        for i, prompt in enumerate(prompts):
-            if prompt.ndim != 1 or len(prompt) == 0:
-                raise ValueError(
-                    f"prompt {i} has shape {prompt.shape}; a prompt is a list of at least one token"
-                )
-        longest = max(len(p) for p in prompts)
-        if self.context_length is not None:
-            if longest + sampling.max_new_tokens > self.context_length:
-                raise ValueError(
-                    f"a prompt of {longest} tokens with max_new_tokens={sampling.max_new_tokens} "
-                    f"exceeds the model's context of {self.context_length}; shorten the prompt or "
-                    "lower max_new_tokens"
-                )
-
     def _lay_out(
         self, prompts: list[np.ndarray], ids: np.ndarray, count: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -196,6 +213,39 @@ class NativeEngine:
             lengths[i] = len(prompt)
         requests[: len(ids)] = ids
         return jnp.asarray(table), jnp.asarray(lengths), jnp.asarray(requests)
+
+
+def check_request(
+    prompts: Sequence[np.ndarray],
+    ids: np.ndarray,
+    group_size: int,
+    sampling: SamplingConfig,
+    context_length: int | None,
+) -> None:
+    """Refuse requests that no engine can serve.
+
+    Raises:
+      ValueError: no prompts, an empty prompt, a prompt that does not fit the context with its
+        completion, request ids that do not match, or a group size below 1.
+    """
+    if not prompts:
+        raise ValueError("there are no prompts to complete; pass at least one")
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1 completion a prompt")
+    if len(ids) != len(prompts):
+        raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts; pass one for each")
+    for i, prompt in enumerate(prompts):
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise ValueError(
+                f"prompt {i} has shape {prompt.shape}; a prompt is a list of at least one token"
+            )
+    longest = max(len(p) for p in prompts)
+    if context_length is not None and longest + sampling.max_new_tokens > context_length:
+        raise ValueError(
+            f"a prompt of {longest} tokens with max_new_tokens={sampling.max_new_tokens} "
+            f"exceeds the model's context of {context_length}; shorten the prompt or "
+            "lower max_new_tokens"
+        )
 
 
 def _gather(parts: list[Generation], places: np.ndarray, pad_id: int) -> Generation:

@@ -17,7 +17,7 @@ from grpo_jax.core.policy import Params
 from grpo_jax.data.prompts import Prompt, PromptStream
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer
-from grpo_jax.sampling.engine import NativeEngine
+from grpo_jax.sampling.engine import RolloutEngine
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale import chips, multihost
 from grpo_jax.scale.processes import Gather
@@ -57,7 +57,7 @@ class RunConfig:
 class Parts(NamedTuple):
     """Everything a run is made of, built."""
 
-    engine: NativeEngine
+    engine: RolloutEngine
     sampling: SamplingConfig
     tokenizer: Tokenizer
     scorer: Scorer

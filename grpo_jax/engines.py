@@ -1,0 +1,137 @@
+"""Who samples: the native engine, or a server that is given every new version of the weights."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.config import Config, ConfigError
+from grpo_jax.core.policy import Params
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.models import hf
+from grpo_jax.sampling.engine import NativeEngine, RolloutEngine
+from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.sampling.serving import ServeConfig
+from grpo_jax.scale import multihost
+
+_ROWS = 32  # completions a server decodes together, where the config does not say
+
+
+def make_engine(
+    config: Config, loaded: hf.LoadedModel, tokenizer: Tokenizer, sampling: SamplingConfig
+) -> RolloutEngine:
+    """The engine that a config names.
+
+    Raises:
+      ConfigError: a server, and the packages that speak to it are not installed.
+    """
+    shared: dict[str, Any] = {
+        "stop_ids": tokenizer.stop_ids,
+        "pad_id": tokenizer.pad_id,
+        "context_length": loaded.config.max_length,
+    }
+    if config.engine.remote.url is None:
+        return NativeEngine(loaded.decoder, sampling, config=config.engine, **shared)
+    remote = _optional("remote")
+    return remote.RemoteEngine(
+        config.engine.remote, sampling, publish=_publisher(config, loaded), **shared
+    )
+
+
+def check_trainable(config: Config) -> None:
+    """Refuse a server that would sample from other weights than are trained.
+
+    Raises:
+      ConfigError: it is not given new weights, or the config trains an adapter.
+    """
+    remote = config.engine.remote
+    if remote.url is None:
+        return
+    if remote.weights is None:
+        raise ConfigError(
+            f"engine.remote.url = {remote.url!r} would sample from the same weights for the whole "
+            "run; name a folder that the server can read in engine.remote.weights, and start it "
+            "so that it accepts them (`grpo-jax serve CONFIG --weights FOLDER`)"
+        )
+    if config.lora.on:
+        raise ConfigError(
+            "engine.remote.url with lora.rank: the server would need the adapter merged at every "
+            "step, which is not offered; train all weights, or sample with the native engine"
+        )
+
+
+def _publisher(config: Config, loaded: hf.LoadedModel) -> Callable[[Params, int], None] | None:
+    """Write weights into the shared folder, and tell the server; None without a folder."""
+    chosen = config.engine.remote
+    if chosen.weights is None:
+        return None
+    folder, remote = Path(chosen.weights).absolute(), _optional("remote")
+
+    def publish(params: Params, version: int) -> None:
+        whole = multihost.fetch(params)
+
+        def hand_over() -> None:
+            hf.save_model(folder, loaded.config, whole, companions=config.model.path)
+            with remote.make_client(chosen) as client:
+                body = {"path": str(folder), "version": version}
+                remote.post(client, chosen, "/load_weights", body)
+
+        multihost.from_main(hand_over, "the weights for the serving engine")
+
+    return publish
+
+
+def make_server(
+    config: Config,
+    options: ServeConfig,
+    loaded: hf.LoadedModel,
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+    params: Params,
+) -> tuple[Any, Any]:
+    """The HTTP application, and the batcher behind it (to be closed at the end).
+
+    Raises:
+      ConfigError: the packages are not installed, or a limit is not positive.
+    """
+    server = _optional("server")
+    token = options.token()
+    shapes = dataclasses.replace(config.engine, rows=config.engine.rows or _ROWS)
+    engine = NativeEngine(
+        loaded.decoder,
+        sampling,
+        stop_ids=tokenizer.stop_ids,
+        pad_id=tokenizer.pad_id,
+        context_length=loaded.config.max_length,
+        config=shapes,
+    )
+
+    def load(path: str) -> Params:
+        allowed = Path(str(options.weights)).resolve()
+        if not Path(path).resolve().is_relative_to(allowed):
+            raise ValueError(f"{path} is not in {allowed}, the folder this server reads from")
+        return hf.load_params(path, loaded.config)
+
+    batcher = server.Batcher(engine, params, options)
+    app = server.make_app(
+        batcher,
+        tokenizer,
+        model=Path(config.model.path).name,
+        context_length=loaded.config.max_length,
+        vocabulary=sampling.filter.vocabulary,
+        token=token,
+        limits=options,
+        load=load if options.weights is not None else None,
+    )
+    return app, batcher
+
+
+def _optional(name: str) -> Any:
+    """Import a module of `sampling` whose packages are an extra."""
+    try:
+        return __import__(f"grpo_jax.sampling.{name}", fromlist=[name])
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the package {error.name} is not installed; `pip install 'grpo-jax[serve]'` brings "
+            "what serving, and sampling on a server, need"
+        ) from error

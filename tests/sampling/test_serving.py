@@ -1,0 +1,387 @@
+"""The server and its clients over real HTTP: our own engine behind the dialect, on loopback."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+starlette = pytest.importorskip("starlette.applications")
+
+from starlette.responses import JSONResponse, PlainTextResponse  # noqa: E402
+from starlette.routing import Route  # noqa: E402
+
+from grpo_jax import cli  # noqa: E402
+from grpo_jax.core.filtering import FilterConfig  # noqa: E402
+from grpo_jax.models import cache, presets, transformer  # noqa: E402
+from grpo_jax.sampling.engine import EngineConfig, NativeEngine, RemoteConfig  # noqa: E402
+from grpo_jax.sampling.generate import STOP_REASONS, SamplingConfig  # noqa: E402
+from grpo_jax.sampling.remote import EngineError, RemoteEngine  # noqa: E402
+from grpo_jax.sampling.server import Batcher, make_app  # noqa: E402
+from grpo_jax.sampling.serving import ServeConfig  # noqa: E402
+
+CONFIG = presets.preset("tiny", num_layers=1, hidden_size=16, intermediate_size=32, vocab_size=40)
+STOP = 7
+PROMPTS = [np.array([1, 2, 3]), np.array([4, 5]), np.array([9, 8, 6, 1])]
+SAMPLING = SamplingConfig(6, filter=FilterConfig(temperature=0.7, top_k=20))
+
+
+class Letters:
+    """A tokenizer of 40 letters."""
+
+    stop_ids = (STOP,)
+
+    def encode(self, text):
+        return [ord(c) - 48 for c in text]
+
+    def decode(self, ids, skip_special=True):
+        return "".join(chr(48 + i) for i in ids if not (skip_special and i == STOP))
+
+
+def params(seed=0):
+    return transformer.init_params(CONFIG, jax.random.key(seed))
+
+
+def native(rows=8):
+    decoder = cache.decoder_for(CONFIG)
+    return NativeEngine(
+        decoder,
+        SAMPLING,
+        stop_ids=[STOP],
+        context_length=24,
+        config=EngineConfig(prompt_bucket=4, rows=rows),
+    )
+
+
+@contextlib.contextmanager
+def listening(app):
+    """Serve an application on a free port of this machine; yields the root of its API."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def serving(limits=None, **options):
+    """Our own engine, served; yields the root of its API."""
+    batcher = Batcher(native(), params(), limits or ServeConfig())
+    app = make_app(
+        batcher,
+        Letters(),
+        model="letters",
+        context_length=24,
+        vocabulary=39,
+        limits=limits,
+        **options,
+    )
+    try:
+        with listening(app) as url:
+            yield url
+    finally:
+        batcher.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving() as root:
+        yield root
+
+
+def remote(url, publish=None, sampling=SAMPLING, **settings):
+    settings = {"retries": 2, "backoff": 0.01, "timeout": 120.0} | settings
+    return RemoteEngine(
+        RemoteConfig(url=url, **settings),
+        sampling,
+        stop_ids=[STOP],
+        pad_id=39,
+        context_length=24,
+        publish=publish,
+    )
+
+
+def rows_of(out):
+    ends = out.prompt_lengths + out.completion_lengths
+    return [
+        (tokens[start:end].tolist(), logprobs[start:end])
+        for tokens, logprobs, start, end in zip(
+            out.tokens, out.logprobs, out.prompt_lengths, ends, strict=True
+        )
+    ]
+
+
+def post(url, body, **headers):
+    return httpx.post(f"{url}/completions", json=body, headers=headers, timeout=120)
+
+
+def test_rows_from_a_server_are_those_the_engine_drew(url):
+    out = remote(url).generate(params(), PROMPTS, 3, jax.random.key(5))
+    assert out.tokens.shape[0] == 9
+    for i, (tokens, logprobs) in enumerate(rows_of(out)):
+        assert out.tokens[i, : out.prompt_lengths[i]].tolist() == PROMPTS[i // 3].tolist()
+        stopped = STOP_REASONS[out.stop_reasons[i]] == "stop"
+        assert stopped == (tokens[-1] == STOP)
+        assert stopped or len(tokens) == 6
+        assert np.all(np.isfinite(logprobs)) and np.all(logprobs < 0)
+    for i in range(9):  # the log-probabilities are those of the filtered distribution
+        row = out.tokens[i, : out.prompt_lengths[i] + out.completion_lengths[i]]
+        expected = scored(row)[out.prompt_lengths[i] :]
+        np.testing.assert_allclose(rows_of(out)[i][1], expected, atol=1e-4)
+
+
+def scored(row):
+    """Filtered log-probabilities of a row, computed from the full forward pass."""
+    from grpo_jax.core import logprobs
+
+    policy = transformer.policy_for(CONFIG)
+    tokens = np.asarray(row)[None]
+    positions, segments = np.arange(tokens.shape[1])[None], np.ones_like(tokens)
+    chosen = dataclasses.replace(SAMPLING.filter, vocabulary=39)
+    scores = logprobs.token_scores(
+        policy, params(), tokens, positions=positions, segment_ids=segments, filter=chosen
+    )
+    return np.asarray(scores.logprobs)[0]
+
+
+def test_the_key_and_the_request_decide_the_draws_and_neighbours_do_not(url):
+    engine = remote(url)
+    wanted = rows_of(engine.generate(params(), PROMPTS, 2, jax.random.key(5)))
+    alone = engine.generate(params(), PROMPTS[1:2], 2, jax.random.key(5), request_ids=[1])
+    assert [row[0] for row in rows_of(alone)] == [row[0] for row in wanted[2:4]]
+    other = rows_of(engine.generate(params(), PROMPTS, 2, jax.random.key(6)))
+    assert [row[0] for row in other] != [row[0] for row in wanted]
+
+
+def test_the_openai_client_understands_the_server(url):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["letters"]
+        answer = client.completions.create(
+            model="letters", prompt="12", n=2, max_tokens=4, temperature=0, logprobs=1
+        )
+        assert len(answer.choices) == 2
+        first = answer.choices[0]
+        assert first.finish_reason in ("stop", "length")
+        assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
+        assert "".join(first.logprobs.tokens).startswith(first.text)
+        with pytest.raises(openai.BadRequestError, match="frequency_penalty = 1.0 is not offered"):
+            client.completions.create(model="letters", prompt="12", frequency_penalty=1.0)
+        with pytest.raises(openai.NotFoundError, match="'gpt' is not served"):
+            client.completions.create(model="gpt", prompt="12")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "12", "stream": True}, 400, "stream = True is not offered"),
+        ({"prompt": "12", "stop": ["3"]}, 400, "is not offered"),
+        ({"prompt": "12", "top_q": 1}, 400, "unknown field 'top_q'"),
+        ({"prompt": "12", "top_p": "much"}, 400, "top_p = 'much' must be a number"),
+        ({"prompt": "12", "n": 0}, 400, "n = 0 must be at least 1"),
+        ({"prompt": "12", "logprobs": 5}, 400, "logprobs = 5 must be at most 1"),
+        ({"prompt": "12", "temperature": -1}, 400, "temperature=-1.0 must be finite"),
+        ({"prompt": "12", "max_tokens": 40}, 400, "exceeds the model's context of 24"),
+        ({"prompt": []}, 400, "prompt must be a text"),
+        ({"prompt": [1, 39]}, 400, "token id 39 is not below the vocabulary of 39"),
+        ({"prompt": [1], "stop_token_ids": [3]}, 400, "always stops at"),
+        ([1], 400, "send a JSON object"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(url, body, status, message):
+    answer = post(url, body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_json_is_refused(url):
+    answer = httpx.post(f"{url}/completions", content=b"{nonsense")
+    assert answer.status_code == 400
+    assert "not JSON" in answer.json()["error"]["message"]
+
+
+def test_limits_on_size_waiting_and_programs():
+    limits = ServeConfig(max_body_mb=1, max_waiting=3, max_samplings=1)
+    with serving(limits) as url:
+        assert post(url, {"prompt": "1" * (2 << 20)}).status_code == 413
+        full = post(url, {"prompt": "12", "n": 4})
+        assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        assert post(url, {"prompt": "12", "max_tokens": 2}).status_code == 200
+        assert "sampling number 2" in post(url, {"prompt": "12"}).json()["error"]["message"]
+
+
+def test_a_token_is_asked_for(monkeypatch):
+    with serving(token="secret") as url:
+        assert post(url, {"prompt": "12"}).status_code == 401
+        assert post(url, {"prompt": "12"}, Authorization="Bearer wrong").status_code == 401
+        with pytest.raises(EngineError, match="status 401: .*access token is missing or wrong"):
+            remote(url).generate(params(), PROMPTS, 1, jax.random.key(0))
+        monkeypatch.setenv("GRPO_JAX_SERVE_TOKEN", "secret")
+        out = remote(url).generate(params(), PROMPTS[:1], 1, jax.random.key(0))
+        assert out.tokens.shape[0] == 1
+
+
+def test_a_door_to_the_outside_needs_a_token(monkeypatch):
+    monkeypatch.delenv("GRPO_JAX_SERVE_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="can be reached from outside"):
+        ServeConfig(host="0.0.0.0").token()
+    assert ServeConfig(host="::1").token() is None
+    monkeypatch.setenv("GRPO_JAX_SERVE_TOKEN", "secret")
+    assert ServeConfig(host="0.0.0.0").token() == "secret"
+
+
+def test_new_weights_are_handed_over_once_and_answers_name_their_version():
+    versions = {0: params(0), 1: params(1)}
+    with serving(load=lambda path: versions[int(path)]) as url:
+        told = []
+
+        def publish(_, version):
+            told.append(version)
+            answer = httpx.post(
+                f"{url}/load_weights", json={"path": str(version % 2), "version": version}
+            )
+            answer.raise_for_status()
+
+        engine = remote(url, publish)
+        one, other = params(1), params(0)
+        first = rows_of(engine.generate(one, PROMPTS, 2, jax.random.key(5)))
+        again = rows_of(engine.generate(one, PROMPTS, 2, jax.random.key(5)))
+        assert told == [1] and [r[0] for r in first] == [r[0] for r in again]
+        second = rows_of(engine.generate(other, PROMPTS, 2, jax.random.key(5)))
+        assert told == [1, 2] and [r[0] for r in second] != [r[0] for r in first]
+        httpx.post(f"{url}/load_weights", json={"path": "0", "version": 9})
+        with pytest.raises(EngineError, match="weights version 9 after version 2 was published"):
+            engine.generate(other, PROMPTS, 2, jax.random.key(5))
+
+
+def test_a_server_that_keeps_its_weights_says_so(url):
+    answer = httpx.post(f"{url}/load_weights", json={"path": "x", "version": 1})
+    assert answer.status_code == 403 and "--weights" in answer.json()["error"]["message"]
+
+
+def scripted(change, fail=0):
+    """A server whose answers are changed before they are sent, after `fail` failures."""
+    calls = []
+
+    async def completions(request):
+        body = await request.json()
+        calls.append(body)
+        if len(calls) <= fail:
+            return PlainTextResponse("busy", 503)
+        rows = [
+            {
+                "index": i,
+                "text": "?",
+                "finish_reason": "length",
+                "token_ids": [1, 2],
+                "prompt_token_ids": body["prompt"][0],
+                "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0]},
+            }
+            for i in range(body["n"])
+        ]
+        answer = {"choices": rows, "logprobs_mode": "processed_logprobs"}
+        change(answer)
+        return JSONResponse(answer)
+
+    app = starlette.Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    return app, calls
+
+
+def first(change):
+    return lambda answer: change(answer["choices"][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (first(lambda c: c.pop("logprobs")), "2 tokens and none log-probabilities"),
+        (
+            first(lambda c: c["logprobs"].update(token_logprobs=[-1.0, None])),
+            "2 tokens and 1 log-probabilities",
+        ),
+        (first(lambda c: c.pop("token_ids")), "holds text and no token ids"),
+        (first(lambda c: c.update(prompt_token_ids=[5])), "re-tokenised the prompt"),
+        (first(lambda c: c.update(finish_reason="abort")), "finish_reason 'abort'"),
+        (first(lambda c: c.update(finish_reason="stop")), "its last token 2 is none of"),
+        (lambda a: a["choices"].pop(), "returned 1 choices for 1 prompts with n = 2"),
+    ],
+)
+def test_answers_that_must_not_be_trained_on_are_refused(change, message):
+    app, _ = scripted(change)
+    with listening(app) as url, pytest.raises(EngineError, match=message):
+        remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+
+
+def test_ids_written_as_tokens_are_read():
+    def as_tokens(choice):
+        choice.pop("token_ids")
+        choice["logprobs"]["tokens"] = ["token_id:11", "token_id:12"]
+
+    app, _ = scripted(first(as_tokens))
+    with listening(app) as url:
+        out = remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+    assert rows_of(out)[0][0] == [11, 12] and rows_of(out)[1][0] == [1, 2]
+
+
+def test_logprobs_from_before_the_filters_are_refused_unless_the_server_is_vouched_for():
+    app, _ = scripted(lambda answer: answer.pop("logprobs_mode"))
+    with listening(app) as url:
+        with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
+            remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+        plain = SamplingConfig(6)
+        remote(url, model="m", sampling=plain).generate({}, PROMPTS[:1], 2, jax.random.key(0))
+        remote(url, model="m", processed=True).generate({}, PROMPTS[:1], 2, jax.random.key(0))
+
+
+def test_failures_that_pass_are_tried_again_and_others_end_with_the_reason():
+    app, calls = scripted(lambda answer: None, fail=2)
+    with listening(app) as url:
+        remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+        assert len(calls) == 3
+    app, calls = scripted(lambda answer: None, fail=9)
+    with listening(app) as url:
+        with pytest.raises(EngineError, match="failed 3 times, the last time with .*busy"):
+            remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+        assert len(calls) == 3
+    with pytest.raises(EngineError, match="failed 3 times, the last time with ConnectError"):
+        remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+
+
+def test_prompts_may_share_a_request():
+    app, calls = scripted(lambda answer: [c.pop("prompt_token_ids") for c in answer["choices"]])
+    with listening(app) as url, pytest.raises(EngineError, match="2 choices for 2 prompts"):
+        remote(url, model="m", prompts_per_request=2).generate({}, PROMPTS, 2, jax.random.key(0))
+    assert sorted(len(body["prompt"]) for body in calls) in ([1, 2], [2])
+
+
+@pytest.mark.parametrize(
+    "values", [{"url": "ftp://x"}, {"retries": -1}, {"timeout": 0}, {"concurrency": 0}]
+)
+def test_settings_out_of_range_are_refused(values):
+    with pytest.raises(ValueError, match="must"):
+        RemoteConfig(**values)
+
+
+def test_the_command_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert "max-waiting" in capsys.readouterr().out
+
+
+def test_json_numbers_survive_the_way(url):
+    answer = post(url, {"prompt": [1, 2], "max_tokens": 2, "seed": 3, "logprobs": 1})
+    again = post(url, {"prompt": [1, 2], "max_tokens": 2, "seed": 3, "logprobs": 1})
+    assert answer.json()["choices"] == again.json()["choices"]
+    assert json.loads(answer.text)["usage"]["prompt_tokens"] == 2
