@@ -437,8 +437,9 @@ def build_parts(
         score_teacher=None if teacher is None else teacher.score,
         score_current=compiled.current,
         reference=None if compiled.reference is None else model.loaded.params,
-        whole=model.whole,
-        merged=model.merged,
+        # Bound methods would keep the loaded weights: the state has a copy of them.
+        whole=_itself if model.adapter is None else model.whole,
+        merged=_itself if model.adapter is None else model.merged,
         teacher=None if teacher is None else teacher.params,
         critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),
@@ -449,6 +450,11 @@ def build_parts(
         checkpointer=checkpointer,
         reporter=reporter,
     )
+
+
+def _itself(trained: Params) -> Params:
+    """All weights, where all are trained."""
+    return trained
 
 
 def _dump(

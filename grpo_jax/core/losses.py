@@ -97,20 +97,13 @@ def clipped_pg_loss(
     """
     _check_inputs(scores, batch, counts, config, filtering_on)
     input_checks.check_arrays(scores, batch, counts)
-    factor = reductions.slots_factor(batch.segment_ids, max_segments)
+    reductions.check_slots(batch.segment_ids, max_segments)
     of_rows = functools.partial(
         _contributions, filtering_on=filtering_on, max_segments=max_segments
     )
     if row_block is None or config.positive_nll_local_count:
-        loss, metrics = _total(of_rows(scores, batch, counts, config), counts, config)
-    else:
-        loss, metrics = row_blocks.in_blocks(
-            of_rows, _total, scores, batch, counts, config, row_block
-        )
-    if isinstance(factor, jax.Array):
-        factor = factor.astype(loss.dtype)
-        loss, metrics = loss * factor, metrics | {"loss": metrics["loss"] * factor}
-    return loss, metrics
+        return _total(of_rows(scores, batch, counts, config), counts, config)
+    return row_blocks.in_blocks(of_rows, _total, scores, batch, counts, config, row_block)
 
 
 def survivor_counts(
@@ -227,6 +220,9 @@ def _contributions(
         "positive_nll_loss": _positive_nll(batch, counts, view, config),
         "entropy_term": _entropy_term(scores, view, config),
     }
+    # In here, so that a gradient of all rows is never written a second time to be multiplied.
+    factor = reductions.slots_factor(batch.segment_ids, max_segments)
+    parts = {name: part * factor for name, part in parts.items()}
     still = jax.lax.stop_gradient
     view = view._replace(current=still(view.current))
     measured = measures.measure(
