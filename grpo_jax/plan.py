@@ -119,6 +119,12 @@ def make_plan(config: Config, topology: str) -> Plan:
             f"lora.rank = {config.lora.rank}: a plan counts the training of all weights, and an "
             "adapter needs far less; plan without the section lora for an upper bound"
         )
+    if config.advantage.estimator in ("gae", "opd"):
+        raise ConfigError(
+            f"advantage.estimator = {config.advantage.estimator!r} keeps a second model, critic or "
+            "teacher, which a plan does not count yet; plan with another estimator, and add the "
+            "second model's parameters (and a critic's optimizer) to what it says"
+        )
     target = chips.topology(topology)
     mesh = meshes.make_mesh(config.mesh, target.devices)
     model = abstract_model(config, mesh)
@@ -135,7 +141,8 @@ def make_plan(config: Config, topology: str) -> Plan:
         width = config.packing.row_length
         rows = _packed_rows(config, layout, longest, rows)
     at_once, parts = layout.rows_at_once(width), layout.micro_batches(rows, width)
-    trips = _trips(config, at_once, width, parts)
+    per_row = _sequences_per_row(config, longest) if config.packing.enabled else 1
+    trips = _trips(config, at_once, width, parts, per_row)
     batch = abstract_batch(rows, width, mesh, compiled)
     number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(mesh))
     counts = Counts(tokens=number, sequences=number, positives=number)
@@ -229,15 +236,22 @@ def abstract_batch(rows: int, width: int, mesh: Mesh, compiled: build.PolicyStep
 
 def _packed_rows(config: Config, layout: Any, longest: int, sequences: int) -> int:
     """Rows that hold all sequences at their full length."""
-    per_row = max(config.packing.row_length // longest, 1)
+    per_row = _sequences_per_row(config, longest)
     unit = layout.rows_at_once(config.packing.row_length) * layout.shards
     least = -(-sequences // per_row)
     return trajectories.bucket_count(-(-least // unit)) * unit
 
 
-def _trips(config: Config, at_once: int, width: int, parts: int) -> tuple[int, ...]:
+def _sequences_per_row(config: Config, longest: int) -> int:
+    """Sequences of full length that a packed row holds."""
+    packing = config.packing
+    padded = trajectories.padded_length(longest, packing.length_multiple)
+    return max(min(packing.row_length // padded, packing.max_sequences), 1)
+
+
+def _trips(config: Config, at_once: int, width: int, parts: int, per_row: int) -> tuple[int, ...]:
     """Rounds of the loops that end with the data: micro-batches, and chunks of the head."""
-    trained = at_once * min(config.sampling.max_new_tokens, width)
+    trained = at_once * min(per_row * config.sampling.max_new_tokens, width)
     chunk = config.rollout.head_chunk
     chunks = 1
     if chunk is not None:

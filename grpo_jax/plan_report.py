@@ -92,12 +92,20 @@ class Candidate(NamedTuple):
     problem: str | None
 
 
-def search(config: Config, topology: str, limit: int = 8) -> list[Candidate]:
+def search(config: Config, topology: str, per_mesh: int = 2) -> list[Candidate]:
     """Compile other meshes and micro-batches, the best first: what fits, by estimated time.
 
-    Tensor sizes 1, 2, 4, 8 that divide the heads, with fsdp over the rest, at most `limit` in all,
-    each with the largest power of two of rows a chip that divides the rows.
+    Tensor sizes 1, 2, 4 and 8 that divide the chips, with fsdp over the rest; for each the
+    `per_mesh` largest micro-batches of 8, 4, 2 or 1 rows a chip that divide the rows.
+
+    Raises:
+      ConfigError: the config splits over data or context, which the search would undo.
     """
+    if config.mesh.data != 1 or config.mesh.context != 1:
+        raise ConfigError(
+            f"mesh.data = {config.mesh.data}, mesh.context = {config.mesh.context}: the search "
+            "tries fsdp and tensor alone; set both to 1, or plan without --search"
+        )
     count = len(chips.topology(topology).devices)
     found: list[Candidate] = []
     for tensor in (1, 2, 4, 8):
@@ -105,9 +113,8 @@ def search(config: Config, topology: str, limit: int = 8) -> list[Candidate]:
             continue
         rows = config.rollout.rows // config.rollout.updates_per_rollout
         share = rows // (count // tensor)
-        for micro in (size for size in (8, 4, 2, 1) if share and share % size == 0):
-            if len(found) == limit:
-                break
+        sizes_here = [size for size in (8, 4, 2, 1) if share and share % size == 0]
+        for micro in sizes_here[:per_mesh]:
             changed = dataclasses.replace(
                 config,
                 mesh=meshes.MeshConfig(data=1, fsdp=count // tensor, tensor=tensor),

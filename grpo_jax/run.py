@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "reward.workers",
     "processes.",
+    "engine.remote.",
 )
 """Keys that an unfinished run may be resumed with another value of; see `_changed_keys`."""
 Step = int | Literal["best"] | None
@@ -308,7 +309,7 @@ def evaluate_model(
     with Scorer(config.reward) as scorer:
         model = build.load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
-        params, source = _weights(model, config, checkpoint, step)
+        params, source = _sampled(model, config, checkpoint, step)
         console.print(f"evaluating {source} on {len(data.held_out)} held-out prompts …")
         result = evaluate.evaluate(
             build.build_engine(config, model),
@@ -352,7 +353,7 @@ def sample(
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     model = build.load_model(config)
-    params, _ = _weights(model, config, checkpoint, step)
+    params, _ = _sampled(model, config, checkpoint, step)
     example = prompting.Example(prompt=prompt)
     ids = prompting.encode_prompt(example, model.tokenizer, config.data).ids
     rows = build.build_engine(config, model).generate(
@@ -436,6 +437,19 @@ def _run_config(run: str) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"{run} is not a run folder: it has no {folder.CONFIG}")
     return configs.load(path)
+
+
+def _sampled(model: build.Model, config: Config, run: str | None, step: Step) -> tuple[Params, str]:
+    """The weights that the engine will sample from, and what to call them."""
+    remote = config.engine.remote
+    if remote.url is None or remote.weights is not None:
+        return _weights(model, config, run, step)
+    if run is not None:
+        raise ConfigError(
+            f"engine.remote.url = {remote.url!r} samples from weights of its own, not from a "
+            f"checkpoint of {run}; set engine.remote.weights, or leave --checkpoint out"
+        )
+    return model.loaded.params, f"the model at {remote.url}"
 
 
 def _weights(model: build.Model, config: Config, run: str | None, step: Step) -> tuple[Params, str]:

@@ -13,6 +13,7 @@ from grpo_jax import cli, plan, plan_report
 from grpo_jax import config as configs
 from grpo_jax.models import transformer
 from grpo_jax.scale import chips
+from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale.mesh import AXES
 from grpo_jax.train import optimizer, state
 
@@ -214,6 +215,35 @@ def test_rows_that_do_not_divide_are_refused_before_anything_is_compiled():
     )
     with pytest.raises(configs.ConfigError, match="use a multiple of 32"):
         plan.make_plan(wrong, "cpu:8")
+
+
+@pytest.mark.parametrize("estimator", ["gae", "opd"])
+def test_a_second_model_is_refused_not_forgotten(estimator):
+    """A critic or a teacher takes memory that a plan does not count."""
+    chosen = dataclasses.replace(
+        CONFIG, advantage=dataclasses.replace(CONFIG.advantage, estimator=estimator)
+    )
+    with pytest.raises(configs.ConfigError, match=f"'{estimator}' keeps a second model"):
+        plan.make_plan(chosen, "cpu:8")
+
+
+def test_a_search_tries_every_tensor_size(monkeypatch):
+    def refuse(config, topology):
+        raise configs.ConfigError("not compiled here")
+
+    monkeypatch.setattr(plan, "make_plan", refuse)
+    rows = dataclasses.replace(
+        CONFIG.rollout, prompts_per_step=8, completions_per_prompt=8, updates_per_rollout=1
+    )
+    found = plan_report.search(
+        dataclasses.replace(CONFIG, rollout=rows, mesh=meshes.MeshConfig(data=1)), "cpu:8"
+    )
+    assert {c.mesh["tensor"] for c in found} == {1, 2, 4, 8}
+    split = dataclasses.replace(
+        CONFIG, mesh=dataclasses.replace(meshes.MeshConfig(data=1), context=2)
+    )
+    with pytest.raises(configs.ConfigError, match="the search tries fsdp and tensor alone"):
+        plan_report.search(split, "cpu:8")
 
 
 def test_a_search_ranks_what_it_compiled(monkeypatch, found, capsys):

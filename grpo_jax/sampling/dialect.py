@@ -4,7 +4,6 @@ OpenAI's fields, and vLLM's for token ids and log-probabilities. What a field as
 refused by name, never ignored.
 """
 
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -73,7 +72,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 _UNDERSTOOD = {
-    "add_special_tokens",
     "logprobs",
     "max_tokens",
     "min_p",
@@ -116,6 +114,8 @@ def read_request(
     if body.get("model") not in (None, model):
         raise Refused(404, f"model {body['model']!r} is not served here; {model!r} is")
     stop_ids = body.get("stop_token_ids")
+    if stop_ids is not None and not (isinstance(stop_ids, list) and all(map(_is_id, stop_ids))):
+        raise Refused(400, f"stop_token_ids = {stop_ids!r} must be a list of token ids")
     if stop_ids and not set(stop_ids) <= set(codec.stop_ids):
         raise Refused(
             400, f"stop_token_ids = {stop_ids}; this model always stops at {list(codec.stop_ids)}"
@@ -175,7 +175,7 @@ def _is_id(item: Any) -> bool:
 def _number(body: dict[str, Any], name: str, default: float) -> float:
     value = body.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise Refused(400, f"{name} = {value!r} must be a number")
     return float(value)
 

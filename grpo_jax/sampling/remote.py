@@ -11,7 +11,9 @@ Symbols: `P` prompts, `G` completions a prompt.
 import concurrent.futures
 import dataclasses
 import hashlib
+import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -140,21 +142,28 @@ class RemoteEngine:
         group_size: int,
         sampling: SamplingConfig,
     ) -> list[list[Completion]]:
-        """Send requests side by side; the first failure ends those that have not begun."""
+        """Send requests side by side; after the first failure none is sent, or sent again."""
+        over = threading.Event()
         with concurrent.futures.ThreadPoolExecutor(self.config.concurrency) as pool:
             asked = [
-                pool.submit(self._ask, client, prompts, seed, group_size, sampling)
+                pool.submit(self._ask, client, over, prompts, seed, group_size, sampling)
                 for prompts, seed in requests
             ]
             try:
+                done, _ = concurrent.futures.wait(
+                    asked, return_when=concurrent.futures.FIRST_EXCEPTION
+                )
+                for future in done:
+                    future.result()  # raises what ended the wait early
                 return [group for future in asked for group in future.result()]
-            except BaseException:
+            finally:
+                over.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise
 
     def _ask(
         self,
         client: httpx.Client,
+        over: threading.Event,
         prompts: list[np.ndarray],
         seed: int,
         group_size: int,
@@ -162,7 +171,7 @@ class RemoteEngine:
     ) -> list[list[Completion]]:
         """Complete the prompts of one request; returns a group for each."""
         body = {"model": self._model_name(client)} | self._body(prompts, seed, group_size, sampling)
-        answer = post(client, self.config, "/completions", body)
+        answer = post(client, self.config, "/completions", body, over)
         if self._publish is not None and answer.get("weights_version", self.version) != (
             self.version
         ):
@@ -205,7 +214,6 @@ class RemoteEngine:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # for servers that know only this one
             "skip_special_tokens": False,
-            "add_special_tokens": False,
         }
 
     def _model_name(self, client: httpx.Client) -> str:
@@ -253,8 +261,9 @@ class RemoteEngine:
                 "sampled. Use a server that understands return_token_ids or "
                 "return_tokens_as_token_ids (vLLM does)"
             )
-        if values is None or len(values) != len(tokens) or any(v is None for v in values):
-            missing = "none" if values is None else f"{sum(v is not None for v in values)}"
+        known = [v for v in values or () if v is not None and math.isfinite(v)]
+        if values is None or not len(known) == len(values) == len(tokens):
+            missing = "none" if values is None else f"{len(known)}"
             raise EngineError(
                 f"{where} has {len(tokens)} tokens and {missing} log-probabilities; each token "
                 "needs the one it was sampled with, and 0 in its place would bias the update"
@@ -265,10 +274,12 @@ class RemoteEngine:
                 f"{where} holds the token id {max(tokens)}, and the tokenizer knows {limit}; the "
                 "server runs another model, or draws from the padding of its vocabulary"
             )
-        return Completion(list(tokens), [float(v) for v in values], self._reason(choice, where))
+        return Completion(
+            list(tokens), [float(v) for v in values], self._reason(choice, tokens, where)
+        )
 
-    def _reason(self, choice: dict[str, Any], where: str) -> int:
-        reason, tokens = choice.get("finish_reason"), choice.get("token_ids")
+    def _reason(self, choice: dict[str, Any], tokens: Sequence[int], where: str) -> int:
+        reason = choice.get("finish_reason")
         if reason == "length":
             return LENGTH
         if reason != "stop":
@@ -276,12 +287,8 @@ class RemoteEngine:
                 f"{where} ended with finish_reason {reason!r}, neither stop nor length"
             )
         by_string = isinstance(choice.get("stop_reason"), str)
-        if (
-            tokens is not None
-            and not by_string
-            and (not tokens or tokens[-1] not in self._stop_ids)
-        ):
-            last = tokens[-1] if tokens else None
+        last = tokens[-1] if tokens else None
+        if not by_string and last not in self._stop_ids:
             raise EngineError(
                 f"{where} ended with finish_reason 'stop', and its last token {last} is none of "
                 f"the stop tokens {list(self._stop_ids)}; the end token belongs to the completion, "
@@ -303,9 +310,15 @@ def make_client(config: RemoteConfig) -> httpx.Client:
 
 
 def post(
-    client: httpx.Client, config: RemoteConfig, path: str, body: dict[str, Any] | None
+    client: httpx.Client,
+    config: RemoteConfig,
+    path: str,
+    body: dict[str, Any] | None,
+    over: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Send one request (GET without a body), again where the failure may pass.
+
+    Once `over` is set, nothing is sent again.
 
     Returns:
       The JSON object of the answer.
@@ -320,9 +333,11 @@ def post(
             response.raise_for_status()
         return response
 
+    over = over or threading.Event()
     attempts = tenacity.Retrying(
+        sleep=tenacity.sleep_using_event(over),
         retry=tenacity.retry_if_exception_type((httpx.TransportError, httpx.HTTPStatusError)),
-        stop=tenacity.stop_after_attempt(config.retries + 1),
+        stop=tenacity.stop_after_attempt(config.retries + 1) | tenacity.stop_when_event_set(over),
         wait=tenacity.wait_exponential(config.backoff, _LONGEST_PAUSE)
         + tenacity.wait_random(0, config.backoff),
         reraise=True,

@@ -256,11 +256,15 @@ def fetch(tree: Any) -> Any:
     return jax.tree.map(_whole, tree)
 
 
+def _itself(x: jax.Array) -> jax.Array:
+    return x
+
+
 def _whole(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         assert isinstance(x.sharding, NamedSharding)
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-        x = jax.jit(lambda a: a, out_shardings=everywhere)(x)
+        x = jax.jit(_itself, out_shardings=everywhere)(x)  # one function, so one trace a shape
     return np.asarray(x)
 
 

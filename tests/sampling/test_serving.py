@@ -197,6 +197,8 @@ def test_the_openai_client_understands_the_server(url):
         ({"prompt": []}, 400, "prompt must be a text"),
         ({"prompt": [1, 39]}, 400, "token id 39 is not below the vocabulary of 39"),
         ({"prompt": [1], "stop_token_ids": [3]}, 400, "always stops at"),
+        ({"prompt": [1], "stop_token_ids": 5}, 400, "must be a list of token ids"),
+        ({"prompt": [1], "temperature": 10**400}, 400, "must be a number"),
         ([1], 400, "send a JSON object"),
     ],
 )
@@ -315,6 +317,15 @@ def first(change):
         (first(lambda c: c.update(prompt_token_ids=[5])), "re-tokenised the prompt"),
         (first(lambda c: c.update(finish_reason="abort")), "finish_reason 'abort'"),
         (first(lambda c: c.update(finish_reason="stop")), "its last token 2 is none of"),
+        (
+            first(
+                lambda c: (
+                    c.update(finish_reason="stop", token_ids=None)
+                    or c["logprobs"].update(tokens=["token_id:1", "token_id:2"])
+                )
+            ),
+            "its last token 2 is none of",
+        ),
         (lambda a: a["choices"].pop(), "returned 1 choices for 1 prompts with n = 2"),
     ],
 )
@@ -322,6 +333,24 @@ def test_answers_that_must_not_be_trained_on_are_refused(change, message):
     app, _ = scripted(change)
     with listening(app) as url, pytest.raises(EngineError, match=message):
         remote(url, model="m").generate({}, PROMPTS[:1], 2, jax.random.key(0))
+
+
+def test_the_first_failure_ends_the_attempts_of_the_other_requests():
+    """One prompt is refused; the other's server is busy for ever, and is not asked for ever."""
+    tried = []
+
+    async def completions(request):
+        if (await request.json())["prompt"][0] == [4, 5]:
+            return PlainTextResponse("no such prompt", 400)
+        tried.append(request)
+        return PlainTextResponse("busy", 503)
+
+    app = starlette.Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    with listening(app) as url, pytest.raises(EngineError, match="no such prompt"):
+        remote(url, model="m", retries=1000, backoff=30).generate(
+            {}, PROMPTS[:2], 1, jax.random.key(0)
+        )
+    assert len(tried) <= 1
 
 
 def test_ids_written_as_tokens_are_read():
