@@ -318,22 +318,25 @@ def post(
 ) -> dict[str, Any]:
     """Send one request (GET without a body), again where the failure may pass.
 
-    Once `over` is set, nothing is sent again.
+    Once `over` is set, nothing more is sent.
 
     Returns:
       The JSON object of the answer.
 
     Raises:
-      EngineError: refused, not JSON, or still failing after `config.retries` further attempts.
+      EngineError: refused, not JSON, still failing after `config.retries` further attempts, or
+        `over` was set.
     """
+    over = over or threading.Event()
 
     def once() -> httpx.Response:
+        if over.is_set():  # a pause that it cut short ends in one more attempt
+            raise EngineError(f"{config.url}{path} was given up: another request failed")
         response = client.get(path) if body is None else client.post(path, json=body)
         if response.status_code in _PASSING:
             response.raise_for_status()
         return response
 
-    over = over or threading.Event()
     attempts = tenacity.Retrying(
         sleep=tenacity.sleep_using_event(over),
         retry=tenacity.retry_if_exception_type((httpx.TransportError, httpx.HTTPStatusError)),
