@@ -11,6 +11,10 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn, TypeGuard
 
+import jax
+import jax.core as jax_core
+import numpy as np
+
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis", "geo-rs", "product-rs"]
 Objective = Literal["sapo", "gmpo"]
@@ -29,8 +33,11 @@ LARGEST_CAP = 40.0
 class LossConfig:
     """Which loss. Names and defaults of the first block are the torch reference's.
 
-    Number fields may hold traced JAX scalars (`dataclasses.replace` under `vmap`): only ordinary
-    numbers are checked. Every other field is static.
+    Number fields may hold traced JAX scalars (`dataclasses.replace` under `vmap`), which are not
+    checked; arrays of shape () that can be read become ordinary numbers. Other fields are static.
+
+    Raises:
+      ValueError: names the key, its value and the way out.
     """
 
     disable_ppo_ratio: bool = False
@@ -100,6 +107,14 @@ class LossConfig:
     """Parity: divide the positive NLL by this call's own count, so cuts of the batch matter."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (np.ndarray, jax.Array)) and not isinstance(
+                value, jax_core.Tracer
+            ):
+                if value.ndim:
+                    _refuse(field.name, value, f"has shape {value.shape}; give one number")
+                object.__setattr__(self, field.name, value.item())
         for check in _CHECKS:
             check(self)
 

@@ -119,8 +119,11 @@ def survivor_counts(
     `scores` may be None unless `force_on_policy_ratio` is on: the gates then only read the batch.
 
     Raises:
-      ValueError: `scores` is missing and needed.
+      ValueError: `scores` is missing and needed, or a row that can be read holds more than
+        `max_segments` sequences (where it cannot be read, the counts are NaN).
     """
+    reductions.check_slots(batch.segment_ids, max_segments)
+    factor = reductions.slots_factor(batch.segment_ids, max_segments)
     if scores is None:
         if config.force_on_policy_ratio:
             raise ValueError(
@@ -133,8 +136,10 @@ def survivor_counts(
     weights = _importance_weights(view, config)
     tokens, sequences = measures.survivors(view, weights, config)
     if config.token_level_loss:
-        return Survivors(jnp.sum(tokens), jnp.sum(view.counters["kept_tokens"]))
-    return Survivors(jnp.sum(sequences), jnp.sum(view.counters["kept_sequences"]))
+        left, kept = tokens, view.counters["kept_tokens"]
+    else:
+        left, kept = sequences, view.counters["kept_sequences"]
+    return Survivors(jnp.sum(left) * factor, jnp.sum(kept) * factor)
 
 
 def _check_inputs(

@@ -84,17 +84,23 @@ def count(batch: Batch, *, max_segments: int = 1) -> Counts:
         tokens = Σ token_mask · sample_weight            (and of those with reward > 0: positives)
         sequences = Σ sample_weight over sequences with at least one trained token
 
-    A sequence without a trained token contributes nothing to the loss, so it does not count.
+    A sequence without a trained token contributes nothing to the loss, so it does not count. A row
+    with more than `max_segments` sequences makes the counts NaN where its ids cannot be read.
+
+    Raises:
+      ValueError: a row that can be read holds more than `max_segments` sequences.
     """
+    reductions.check_slots(batch.segment_ids, max_segments)
+    factor = reductions.slots_factor(batch.segment_ids, max_segments)
     sequences = reductions.Sequences(batch.segment_ids, max_segments)
     masks = batch_masks(batch, sequences, jnp.dtype(jnp.float32))
     trained = sequences.sum(masks.weights) > 0
     positives = None
     if batch.rewards is not None:
-        positives = _total(jnp.where(batch.rewards > 0, masks.weights, 0))
+        positives = _total(jnp.where(batch.rewards > 0, masks.weights, 0)) * factor
     return Counts(
-        tokens=_total(masks.weights),
-        sequences=_total(jnp.where(trained, masks.sequences, 0)),
+        tokens=_total(masks.weights) * factor,
+        sequences=_total(jnp.where(trained, masks.sequences, 0)) * factor,
         positives=positives,
     )
 
