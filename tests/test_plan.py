@@ -43,14 +43,14 @@ def program(found: plan.Plan, name: str) -> plan.ProgramReport:
 
 
 def test_the_shape_of_the_work(found):
-    assert found.chips == 4 and found.mesh == {"data": 1, "fsdp": 2, "context": 1, "tensor": 2}
+    assert found.chips == 4 and found.mesh == {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
     assert (found.rows, found.width, found.micro_rows, found.micro_batches) == (16, 64, 1, 8)
 
 
 def test_memory_is_that_of_the_state_when_it_exists(found):
     """Bytes on one device of a state that is really made; and the compiler's arguments agree."""
     mesh = jax.make_mesh(
-        (1, 2, 1, 2), AXES, (jax.sharding.AxisType.Auto,) * 4,
+        (1, 2, 1, 1, 2), AXES, (jax.sharding.AxisType.Auto,) * 5,
         devices=jax.devices()[:4],
     )  # fmt: skip
     model = plan.abstract_model(CONFIG, mesh)
@@ -106,7 +106,7 @@ def test_products_are_those_on_paper(found):
 
 
 def one_device():
-    return jax.make_mesh((1, 1, 1, 1), AXES, devices=jax.devices()[:1])
+    return jax.make_mesh((1, 1, 1, 1, 1), AXES, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize("name", ["train", "score", "prefill", "decode"])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from grpo_jax.models import low_rank
+from grpo_jax.models import experts, low_rank
 from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.models.rope import Rope, rotate
 
@@ -122,16 +122,8 @@ class MLP(nnx.Module):
         return linear(self.down, self.activation(linear(self.gate, x)) * linear(self.up, x))
 
 
-# x [M, in], sorted by expert, times W [E, out, in].
-_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())),
-    lhs_ragged_dimensions=(0,),
-    rhs_group_dimensions=(0,),
-)
-
-
 class ExpertLinear(nnx.Module):
-    """y = x W_e^T, each token with the matrix of its own expert."""
+    """The matrices of all experts: y = x W_e^T, each token with that of its own."""
 
     def __init__(self, inputs: int, outputs: int, config: ModelConfig, rngs):
         self.compute_dtype = config.compute_dtype
@@ -139,10 +131,9 @@ class ExpertLinear(nnx.Module):
         weight = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.weight = nnx.Param(weight.astype(config.param_dtype))
 
-    def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
-        """Multiply x [M, in], sorted by expert; i32[E] `counts` of its rows go to each."""
-        weight = self.weight[...].astype(self.compute_dtype)
-        return jax.lax.ragged_dot_general(x, weight, counts, _BY_EXPERT)
+    def cast(self) -> jax.Array:
+        """Return the matrices [E, out, in] in the compute dtype."""
+        return self.weight[...].astype(self.compute_dtype)
 
 
 class Experts(nnx.Module):
@@ -151,9 +142,7 @@ class Experts(nnx.Module):
         p = softmax(router(x))                       in float32 or wider
         y = sum over the k largest p_e of w_e mlp_e(x),   w_e = p_e, or p_e / their sum
 
-    No token is dropped: copies of tokens are sorted by expert, and one ragged product gives each
-    expert its own, so what a token gets depends on that token alone. The product is a kernel on
-    TPU and GPU; on a CPU it is a masked one over all experts, right but E / k times the work.
+    No token is dropped, so what a token gets depends on that token alone; see `experts`.
     """
 
     def __init__(self, config: ModelConfig, rngs):
@@ -165,15 +154,9 @@ class Experts(nnx.Module):
         self.down = ExpertLinear(inner, width, config, rngs)
 
     def __call__(self, x: jax.Array, linear: Apply = Linear.__call__) -> jax.Array:
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(tokens, linear)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        copies = tokens[order // self.config.experts_per_token]
-        counts = jnp.sum(jax.nn.one_hot(chosen, self.config.num_experts, dtype=jnp.int32), (0, 1))
-        activation = ACTIVATIONS[self.config.activation]
-        inner = activation(self.gate(copies, counts)) * self.up(copies, counts)
-        parts = self.down(inner, counts)[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        return jnp.einsum("nkd,nk->nd", parts, weights).reshape(x.shape)
+        weights, chosen = self.route(x, linear)
+        matrices = self.gate.cast(), self.up.cast(), self.down.cast()
+        return experts.mix(x, weights, chosen, matrices, ACTIVATIONS[self.config.activation])
 
     def route(self, x: jax.Array, linear: Apply = Linear.__call__) -> tuple[jax.Array, jax.Array]:
         """Return the weights [..., k] in the dtype of x, and the chosen experts i32[..., k]."""

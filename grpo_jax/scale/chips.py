@@ -78,16 +78,18 @@ class Topology:
 def topology(name: str) -> Topology:
     """Look up or make the devices of `v5e:16x16`, or the first N of this machine for `cpu:N`.
 
+    `v5e:16x16*4` are four slices of that shape, joined by a slower network.
+
     Raises:
       ValueError: an unknown name or shape, or no compiler for it.
     """
-    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", name)
     if not match:
         raise ValueError(
             f"topology {name!r} is not CHIP:SHAPE, such as v5e:16x16, v5p:4x4x4 or cpu:8"
         )
-    kind, shape = match.groups()
-    if kind == "cpu":
+    kind, shape, slices = match.groups()
+    if kind == "cpu" and slices is None:
         return Topology(name, _local(math.prod(map(int, shape.split("x")))), None)
     if kind not in CHIPS:
         raise ValueError(
@@ -96,7 +98,10 @@ def topology(name: str) -> Topology:
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        several = {} if slices is None else {"num_slices": int(slices)}
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{kind}:{shape}", **several
+        )
     except Exception as error:
         text = str(error).splitlines()[0]
         missing = "libtpu" in str(error) or "not installed" in text

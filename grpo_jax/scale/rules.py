@@ -3,13 +3,16 @@
 A rule is a regular expression on the path of a parameter (`layers/mlp/up/weight`) and a tuple that
 names a mesh axis for each of the parameter's last dimensions. Because it speaks of the last
 dimensions, one rule fits a layer and a stack of layers `[L, ...]`. The first rule that matches
-decides. What no rule matches is split over `fsdp` along its largest dimension that divides.
+decides. What no rule matches is split over `fsdp` and `expert` along its largest dimension that
+divides. A config puts rules of its own in front (`mesh.rules`, `table`).
 
-    ("mlp/up", ("tensor", "fsdp"))     # [..., F, D]: F over tensor, D over fsdp
-    ("bias", None)                     # every device holds all of it
+    ("mlp/up", ("tensor", "fsdp"))           # [..., F, D]: F over tensor, D over fsdp
+    ("table", ("tensor", ("fsdp", "data")))  # D over two axes
+    ("bias", None)                           # every device holds all of it
 """
 
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,21 +25,41 @@ from grpo_jax.scale import multihost
 
 Axis = str | tuple[str, ...] | None
 Spec = tuple[Axis, ...] | None
-Rules = Sequence[tuple[str, Spec]]
+Rule = tuple[str, Spec] | tuple[str, Spec, int]  # the number: of arrays of so many dimensions only
+Rules = Sequence[Rule]
 Say = Callable[[str], Any]
 
+_WIDTH = ("fsdp", "expert")  # D of everything but experts: `expert` is more fsdp there
 LLAMA_RULES: Rules = (
     (r"(norm|bias)", None),
-    (r"embed/table$", ("tensor", "fsdp")),  # [V, D]
-    (r"head/weight$", ("tensor", "fsdp")),  # [V, D]
-    (r"(query|key|value|gate|up)/weight$", ("tensor", "fsdp")),  # [out, D]
-    (r"(attention/output|mlp/down)/weight$", ("fsdp", "tensor")),  # [D, in]
+    (r"embed/table$", ("tensor", _WIDTH)),  # [V, D]
+    (r"head/weight$", ("tensor", _WIDTH)),  # [V, D]
+    (r"mlp/(gate|up)/weight$", ("expert", "tensor", "fsdp"), 4),  # [L, E, F, D]
+    (r"mlp/down/weight$", ("expert", "fsdp", "tensor"), 4),  # [L, E, D, F]
+    (r"(query|key|value|gate|up)/weight$", ("tensor", _WIDTH)),  # [out, D]
+    (r"(attention/output|mlp/down)/weight$", (_WIDTH, "tensor")),  # [D, in]
     # Adapters lie as the matrices they belong to; their rank stays whole.
-    (r"(query|key|value|gate|up)\.weight/a$", (None, "fsdp")),  # [r, D]
+    (r"(query|key|value|gate|up)\.weight/a$", (None, _WIDTH)),  # [r, D]
     (r"(query|key|value|gate|up)\.weight/b$", ("tensor", None)),  # [out, r]
     (r"(attention\.output|mlp\.down)\.weight/a$", (None, "tensor")),  # [r, in]
-    (r"(attention\.output|mlp\.down)\.weight/b$", ("fsdp", None)),  # [D, r]
+    (r"(attention\.output|mlp\.down)\.weight/b$", (_WIDTH, None)),  # [D, r]
 )
+
+
+def table(config: meshes.MeshConfig) -> Rules:
+    """The rules of a config, then our own."""
+    own: list[Rule] = [
+        (rule.match, tuple(map(_axis, rule.axes)) or None)
+        + (() if rule.dimensions is None else (rule.dimensions,))
+        for rule in config.rules
+    ]
+    return (*own, *LLAMA_RULES)
+
+
+def _axis(name: str | None) -> Axis:
+    if name is None:
+        return None
+    return tuple(name.split("+")) if "+" in name else name
 
 
 def path_name(path: Any) -> str:
@@ -65,10 +88,11 @@ def partition(tree: Any, mesh: Mesh, rules: Rules = LLAMA_RULES, *, say: Say | N
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         name = path_name(path)
-        for pattern, spec in rules:
-            if re.search(pattern, name):
-                full = _full_spec(spec, leaf.ndim, mesh, f"rule {pattern!r} for {name}")
-                return NamedSharding(mesh, _dividing(full, leaf.shape, mesh, name, kept_whole))
+        for pattern, spec, *ranks in rules:
+            if re.search(pattern, name) and ranks in ([], [leaf.ndim]):
+                where = f"rule {pattern!r} for {name} {list(leaf.shape)}"
+                full = _full_spec(spec, leaf.ndim, mesh, where)
+                return NamedSharding(mesh, _dividing(full, leaf.shape, mesh, where, kept_whole))
         return NamedSharding(mesh, largest_dimension(leaf.shape, mesh))
 
     shardings = jax.tree_util.tree_map_with_path(one, tree)
@@ -106,7 +130,7 @@ def _names(axis: Axis) -> tuple[str, ...]:
 
 
 def _dividing(
-    spec: tuple[Axis, ...], shape: tuple[int, ...], mesh: Mesh, name: str, kept_whole: list[str]
+    spec: tuple[Axis, ...], shape: tuple[int, ...], mesh: Mesh, where: str, kept_whole: list[str]
 ) -> PartitionSpec:
     """Drop the axes that do not divide their dimension, noting each."""
     axes: list[Axis] = []
@@ -115,19 +139,33 @@ def _dividing(
         for part in _names(axis):
             parts *= mesh.shape[part]
         if size % parts:
-            kept_whole.append(f"{name} dimension {dimension} of {size} over {axis} = {parts}")
+            named = "+".join(_names(axis))
+            kept_whole.append(f"{where}, dimension {dimension} of {size} over {named} = {parts}")
             axis = None
-        axes.append(axis)
+        axes.append(_shortest(axis, mesh))
     return PartitionSpec(*axes)
 
 
-def largest_dimension(shape: tuple[int, ...], mesh: Mesh, axis: str = "fsdp") -> PartitionSpec:
-    """Split the largest dimension that divides over `axis`; vectors and scalars stay whole."""
-    parts = mesh.shape.get(axis, 1)
+def _shortest(axis: Axis, mesh: Mesh) -> Axis:
+    """Leave out of several axes those with a single device."""
+    if not isinstance(axis, tuple):
+        return axis
+    split = tuple(name for name in axis if mesh.shape[name] > 1) or axis[:1]
+    return split if len(split) > 1 else split[0]
+
+
+def largest_dimension(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Split the largest dimension that divides over `fsdp` and `expert`.
+
+    Vectors and scalars stay whole.
+    """
+    names = tuple(name for name in _WIDTH if mesh.shape.get(name, 1) > 1)
+    parts = math.prod(mesh.shape[name] for name in names)
     dividing = [i for i, size in enumerate(shape) if size % parts == 0 and size >= parts]
     if len(shape) < 2 or parts == 1 or not dividing:
         return PartitionSpec()
     best = max(dividing, key=lambda i: shape[i])
+    axis = names if len(names) > 1 else names[0]
     return PartitionSpec(*(axis if i == best else None for i in range(len(shape))))
 
 
@@ -137,15 +175,21 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data` and `fsdp`, the tokens of a row over `context`."""
+    """Rows over `data`, `fsdp` and `expert`, the tokens of a row over `context`."""
     tokens = ("context",) if mesh.shape.get("context", 1) > 1 else ()
     return NamedSharding(mesh, PartitionSpec(*row_sharding(mesh).spec, *tokens))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data` and `fsdp`, and nothing else."""
-    rows = tuple(name for name in meshes.ROW_AXES if name in mesh.shape)
-    return NamedSharding(mesh, PartitionSpec(rows))
+    """Rows over `data`, `fsdp` and `expert`, and nothing else."""
+    return NamedSharding(mesh, PartitionSpec(_row_axes(mesh)))
+
+
+def _row_axes(mesh: Mesh | None) -> tuple[str, ...]:
+    """The mesh's axes that rows are split over; `expert` only where it has several devices."""
+    shape = {"data": 1, "fsdp": 1} if mesh is None else mesh.shape
+    least = {"expert": 2}
+    return tuple(name for name in meshes.ROW_AXES if shape.get(name, 0) >= least.get(name, 1))
 
 
 def check_rows(rows: int, mesh: Mesh | None, micro_batches: int = 1) -> None:
@@ -161,7 +205,7 @@ def check_rows(rows: int, mesh: Mesh | None, micro_batches: int = 1) -> None:
     if rows % unit or rows == 0:
         raise ValueError(
             f"batch of {rows} rows does not divide over {micro_batches} micro-batches × "
-            f"data×fsdp = {shards}; use a multiple of {unit}"
+            f"{'×'.join(_row_axes(mesh))} = {shards}; use a multiple of {unit}"
         )
 
 

@@ -355,7 +355,8 @@ def rows_stay(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
     rows = rules.batch_sharding(mesh)
 
     def hidden(*arguments: Any) -> jax.Array:
-        return jax.lax.with_sharding_constraint(policy.hidden(*arguments), rows)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # routed experts look for it
+            return jax.lax.with_sharding_constraint(policy.hidden(*arguments), rows)
 
     def head(params: Params) -> Any:
         weights = policy.head(params)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_jax.core.batch import Batch
 from grpo_jax.scale import rules
-from grpo_jax.scale.mesh import MeshConfig, make_mesh
+from grpo_jax.scale.mesh import MeshConfig, ShardingRule, make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +57,19 @@ def test_tokens_that_do_not_divide_over_context_are_refused():
 
 def test_an_unknown_axis_is_refused(mesh):
     with pytest.raises(
-        ValueError, match="unknown mesh axis 'model'; the mesh has data, fsdp, context, tensor"
+        ValueError, match=r"rule 'w' for w \[4, 4\]: unknown mesh axis 'model'; the mesh has data, fsdp, expert, context, tensor"
     ):
         rules.partition({"w": shape(4, 4)}, mesh, [("w", ("model", None))])
 
 
 @pytest.mark.parametrize("spec", [("fsdp", "fsdp"), (("data", "fsdp"), "fsdp")])
 def test_two_dimensions_on_one_axis_are_refused(mesh, spec):
-    with pytest.raises(ValueError, match="mesh axis 'fsdp' stands twice"):
+    with pytest.raises(ValueError, match=r"rule 'w' for w \[4, 4\]: mesh axis 'fsdp' stands twice"):
         rules.partition({"w": shape(4, 4)}, mesh, [("w", spec)])
 
 
 def test_a_rule_longer_than_the_parameter_is_refused(mesh):
-    with pytest.raises(ValueError, match="2 axes .* for 1 dimensions; shorten the rule"):
+    with pytest.raises(ValueError, match=r"rule 'b' for b \[4\]: 2 axes .* for 1 dimensions; shorten"):
         rules.partition({"b": shape(4)}, mesh, [("b", ("fsdp", "tensor"))])
 
 
@@ -79,8 +79,8 @@ def test_a_dimension_that_does_not_divide_stays_whole_and_is_said_once(mesh):
     found = specs(tree, mesh, [("", ("tensor", "fsdp"))], said.append)
     assert found == {"a": P(None, "fsdp"), "b": P("tensor", None)}
     assert len(said) == 1
-    assert "a dimension 0 of 7 over tensor = 2" in said[0]
-    assert "b dimension 1 of 9 over fsdp = 2" in said[0]
+    assert "rule '' for a [7, 4], dimension 0 of 7 over tensor = 2" in said[0]
+    assert "rule '' for b [4, 9], dimension 1 of 9 over fsdp = 2" in said[0]
 
 
 def test_without_say_the_logger_is_told(mesh, caplog):
@@ -133,3 +133,52 @@ def test_place_splits_rows_over_data_and_fsdp(mesh):
     assert placed.tokens.addressable_shards[0].data.shape == (2, 3)
     assert placed.prev_logprobs is None
     np.testing.assert_array_equal(placed.tokens, rows)
+
+
+def test_rules_of_a_config_come_first(mesh):
+    """For our own parameters, and for a tree that is not ours."""
+    own = (
+        ShardingRule("embed/table", ("fsdp", "tensor")),
+        ShardingRule("kernel", (None, "data+fsdp")),
+        ShardingRule("up/weight", ("fsdp",), dimensions=2),
+    )
+    table = rules.table(MeshConfig(data=2, fsdp=2, tensor=2, rules=own))
+    tree = {
+        "embed": {"table": shape(8, 4)},
+        "head": {"weight": shape(8, 4)},
+        "Dense_0": {"kernel": shape(6, 8), "bias": shape(8)},
+        "up": {"weight": shape(4, 4)},
+        "layers": {"up": {"weight": shape(2, 4, 4)}},
+    }
+    assert specs(tree, mesh, table) == {
+        "embed": {"table": P("fsdp", "tensor")},
+        "head": {"weight": P("tensor", "fsdp")},
+        "Dense_0": {"kernel": P(None, ("data", "fsdp")), "bias": P(None)},
+        "up": {"weight": P(None, "fsdp")},
+        "layers": {"up": {"weight": P(None, "tensor", "fsdp")}},
+    }
+    assert rules.table(MeshConfig()) == rules.LLAMA_RULES
+
+
+def test_expert_is_more_fsdp_for_all_but_experts():
+    four = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
+    tree = {
+        "layers": {
+            "mlp": {"up": {"weight": shape(3, 4, 8, 16)}, "down": {"weight": shape(3, 4, 16, 8)}},
+            "attention": {"query": {"weight": shape(3, 8, 16)}},
+        },
+        "own": shape(5, 16),
+    }
+    both = ("fsdp", "expert")
+    assert specs(tree, four, rules.LLAMA_RULES) == {
+        "layers": {
+            "mlp": {
+                "up": {"weight": P(None, "expert", "tensor", "fsdp")},
+                "down": {"weight": P(None, "expert", "fsdp", "tensor")},
+            },
+            "attention": {"query": {"weight": P(None, "tensor", both)}},
+        },
+        "own": P(None, both),
+    }
+    with pytest.raises(ValueError, match=r"data×fsdp×expert = 4; use a multiple of 4"):
+        rules.check_rows(6, four)
