@@ -1,26 +1,23 @@
 """Config -> built objects: model, engine, state, steps, and everything the loop needs."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from grpo_jax import engines
+from grpo_jax import engines, loading
 from grpo_jax.config import Config, ConfigError
-from grpo_jax.core import filtering
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.loss_config import LossConfig
-from grpo_jax.core.policy import Grafted, Params, Policy
+from grpo_jax.core.policy import Params, Policy
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
-from grpo_jax.models import hf, lora, transformer
+from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import RolloutEngine
-from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
 from grpo_jax.train import checkpoint as checkpointing
@@ -34,98 +31,6 @@ from grpo_jax.train.state import TrainState
 _MICRO_ROWS = 8  # rows a device sees at one time, where neither rows nor tokens are set
 
 
-class Model(NamedTuple):
-    """A loaded model with its tokenizer and its place on the devices."""
-
-    loaded: hf.LoadedModel  # its weights are float32, and lie on the mesh already
-    tokenizer: tokenizers.Tokenizer
-    mesh: jax.sharding.Mesh
-    sampling: SamplingConfig  # of the config, for as many tokens as the tokenizer knows
-    adapter: Params | None = None  # what is trained in place of the weights
-    scale: float = 1.0  # of the adapter's change
-
-    @property
-    def trained(self) -> Params:
-        """What training begins with: the weights, or the adapter."""
-        return self.loaded.params if self.adapter is None else self.adapter
-
-    @property
-    def policy(self) -> Policy | Grafted:
-        """The policy of what is trained."""
-        if self.adapter is None:
-            return self.loaded.policy
-        return lora.graft(self.loaded.policy, self.loaded.params, self.scale)
-
-    def whole(self, trained: Params) -> Params:
-        """What the decoder reads: all weights, without a copy of any."""
-        if self.adapter is None:
-            return trained
-        return lora.attach(self.loaded.params, trained, self.scale)
-
-    def merged(self, trained: Params) -> Params:
-        """The weights of an ordinary model."""
-        if self.adapter is None:
-            return trained
-        return lora.merge(self.loaded.params, trained, self.scale)
-
-
-def load_model(config: Config) -> Model:
-    """Load weights and tokenizer, and check that they belong together."""
-    mesh = meshes.make_mesh(config.mesh)
-    loaded = hf.load_model(
-        config.model.path,
-        dtype="float32",
-        compute_dtype=config.model.compute_dtype,
-        remat=config.model.remat,
-        freeze_router=config.model.freeze_router,
-        # Once for all who read them: the state copies them, the reference policy shares them. What
-        # does not divide is said by the state's rules.
-        place=lambda shapes: rules.partition(shapes, mesh, say=lambda _: None),
-    )
-    tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
-    if tokenizer.vocab_size > loaded.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
-            f"{loaded.config.vocab_size}; use the tokenizer that the model was trained with"
-        )
-    sampling = _for_vocabulary(config.sampling, tokenizer.vocab_size, loaded.config.vocab_size)
-    return with_adapter(Model(loaded, tokenizer, mesh, sampling), config)
-
-
-def with_adapter(model: Model, config: Config) -> Model:
-    """Give a model the new adapter that a config asks for, if it asks for one.
-
-    Raises:
-      ConfigError: the targets or the rank do not fit the model.
-    """
-    if not config.lora.on:
-        return model
-    if config.model.freeze_router:
-        raise ConfigError(
-            f"model.freeze_router = true says nothing with lora.rank = {config.lora.rank}: an "
-            "adapter trains what lora.targets name; leave routers out of them, and this false"
-        )
-    key = jax.random.fold_in(jax.random.key(config.run.seed), 2**31 - 2)
-    try:
-        adapter = lora.init_adapter(model.loaded.params, config.lora, key)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    places = rules.partition(adapter, model.mesh, say=lambda _: None)
-    return model._replace(adapter=jax.device_put(adapter, places), scale=config.lora.scale)
-
-
-def _for_vocabulary(sampling: SamplingConfig, known: int, vocabulary: int) -> SamplingConfig:
-    """Rule out the ids that pad a model's matrix beyond the `known` ones of its tokenizer.
-
-    They have random weights, no text, and would hold mass in sampler and trainer.
-    """
-    filtering.check_vocabulary(sampling.filter, known)
-    if sampling.filter.vocabulary is None and known < vocabulary:
-        filter = dataclasses.replace(sampling.filter, vocabulary=known)
-        sampling = dataclasses.replace(sampling, filter=filter)
-    return sampling
-
-
 class Teacher(NamedTuple):
     """The model that is distilled: its own weights, at their own places."""
 
@@ -133,7 +38,7 @@ class Teacher(NamedTuple):
     params: Params
 
 
-def load_teacher(config: Config, model: Model) -> Teacher | None:
+def load_teacher(config: Config, model: loading.Model) -> Teacher | None:
     """Load the teacher where the estimator asks for one; `check` has looked at its folder.
 
     It scores without top-k and top-p, at the sampler's temperature, as the reference policy does.
@@ -143,10 +48,9 @@ def load_teacher(config: Config, model: Model) -> Teacher | None:
     loaded = hf.load_model(
         str(config.teacher.path),
         compute_dtype=config.teacher.compute_dtype or config.model.compute_dtype,
-        place=lambda shapes: rules.partition(shapes, model.mesh, say=lambda _: None),
+        place=lambda shapes: rules.partition(shapes, model.mesh, model.rules, say=loading.quiet),
     )
-    frozen = optax.identity()
-    places = states.placement(states.abstract(loaded.params, frozen), frozen, model.mesh)
+    places = model.places(loaded.params, optax.identity())
     score = steps.make_score_step(
         loaded.policy,
         model.sampling.filter,
@@ -174,25 +78,12 @@ def on_policy(loss: LossConfig, updates: int) -> LossConfig:
         return loss
 
 
-def build_engine(config: Config, model: Model) -> RolloutEngine:
+def build_engine(config: Config, model: loading.Model) -> RolloutEngine:
     """The sampler for a model."""
     return engines.make_engine(config, model.loaded, model.tokenizer, model.sampling)
 
 
-def fingerprint(path: str | Path) -> str:
-    """A short name for the weights in a folder: sizes, and the first and last megabyte of each."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(path).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with open(file, "rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(size - (1 << 20), 0))
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()[:16]
-
-
-def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
+def check(config: Config, model: loading.Model, data: prompting.PromptSets) -> None:
     """Refuse what would only fail in the middle of a run.
 
     Raises:
@@ -227,7 +118,7 @@ def check(config: Config, model: Model, data: prompting.PromptSets) -> None:
         _check_teacher(config.teacher.path, model, longest + new)
 
 
-def _check_teacher(path: str, model: Model, longest: int) -> None:
+def _check_teacher(path: str, model: loading.Model, longest: int) -> None:
     """Refuse a teacher that reads other token ids, or less than the policy writes."""
     theirs, vocabulary = hf.hf_config.read_config(path), model.loaded.config.vocab_size
     if theirs.vocab_size < vocabulary:
@@ -255,7 +146,7 @@ def build_optimizer(config: Config) -> optimizer.Optimizer:
     return optimizer.build_optimizer(settings, config.run.steps * config.rollout.updates)
 
 
-def build_layout(config: Config, model: Model) -> Layout:
+def build_layout(config: Config, model: loading.Model) -> Layout:
     """How batches lie on the devices.
 
     Raises:
@@ -317,7 +208,7 @@ class Critic(NamedTuple):
     places: states.Placement
 
 
-def build_critic(config: Config, model: Model) -> Critic | None:
+def build_critic(config: Config, model: loading.Model) -> Critic | None:
     """The policy's trunk, without a head of its own, and a value head; where gae asks for one."""
     if not config.advantage.needs_values:
         return None
@@ -328,19 +219,19 @@ def build_critic(config: Config, model: Model) -> Critic | None:
     updates = config.run.steps * config.rollout.updates
     opt = optimizer.build_optimizer(config.critic.optimizer, updates)
     shapes = states.abstract(params, opt.transform)
-    places = states.placement(shapes, opt.transform, model.mesh, say=lambda _: None)
+    places = model.places(params, opt.transform, say=loading.quiet)
     return Critic(transformer.policy_for(shape), params, opt, shapes, places)
 
 
 def initial_state(
-    model: Model,
+    model: loading.Model,
     opt: optimizer.Optimizer,
     critic: Critic | None,
     checkpointer: checkpointing.Checkpointer | None,
 ) -> tuple[TrainState, states.Placement, checkpointing.Restored | None]:
     """The state to begin with, the policy's shardings, and what was restored, if anything was."""
     shapes = states.abstract(model.trained, opt.transform)
-    places = states.placement(shapes, opt.transform, model.mesh)
+    places = model.places(model.trained, opt.transform)
     if checkpointer is not None:
         target = states.targets(shapes, places)
         if critic is not None:
@@ -366,7 +257,7 @@ class PolicySteps(NamedTuple):
 
 
 def policy_steps(
-    config: Config, model: Model, opt: optimizer.Optimizer, places: states.Placement
+    config: Config, model: loading.Model, opt: optimizer.Optimizer, places: states.Placement
 ) -> PolicySteps:
     """The programs that a config asks for; of a model only its functions and its mesh are read."""
     loss = on_policy(config.loss_fn, config.rollout.updates)
@@ -401,7 +292,7 @@ def policy_steps(
 
 def build_parts(
     config: Config,
-    model: Model,
+    model: loading.Model,
     data: prompting.PromptSets,
     scorer: Scorer,
     stream: prompting.PromptStream[prompting.Prompt],
@@ -473,11 +364,9 @@ def _dump(
     return dump.dump_step(path, batch, counts, current, loss, filtering_on=filtering_on)
 
 
-def _frozen_places(model: Model) -> states.Placement:
+def _frozen_places(model: loading.Model) -> states.Placement:
     """Where the weights below an adapter lie, for the reference policy, which is they."""
-    nothing = optax.identity()
-    shapes = states.abstract(model.loaded.params, nothing)
-    return states.placement(shapes, nothing, model.mesh, say=lambda _: None)
+    return model.places(model.loaded.params, optax.identity(), say=loading.quiet)
 
 
 def _critic_steps(config: Config, critic: Critic, layout: Layout) -> critics.Critic:

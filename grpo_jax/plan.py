@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax import build
+from grpo_jax import build, loading
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import lanes
 from grpo_jax.core.batch import Batch, Counts
@@ -31,7 +31,6 @@ from grpo_jax.data import trajectories
 from grpo_jax.models import cache, hf, hf_config, presets, transformer
 from grpo_jax.scale import chips, flops, hlo, rules
 from grpo_jax.scale import mesh as meshes
-from grpo_jax.train import optimizer as optimizers
 from grpo_jax.train import state as states
 
 SPARE = 0.1  # share of a chip's memory that should stay free
@@ -128,9 +127,9 @@ def make_plan(config: Config, topology: str) -> Plan:
     target = chips.topology(topology)
     mesh = meshes.make_mesh(config.mesh, target.devices)
     model = abstract_model(config, mesh)
-    opt = optimizers.build_optimizer(config.optimizer, config.run.steps * config.rollout.updates)
+    opt = build.build_optimizer(config)
     shapes = states.abstract(model.loaded.params, opt.transform)
-    places = states.placement(shapes, opt.transform, mesh, say=lambda _: None)
+    places = model.places(model.loaded.params, opt.transform, say=loading.quiet)
     state = states.targets(shapes, places)
     layout = build.build_layout(config, model)
     compiled = build.policy_steps(config, model, opt, places)
@@ -184,7 +183,7 @@ def make_plan(config: Config, topology: str) -> Plan:
     )
 
 
-def abstract_model(config: Config, mesh: Mesh) -> build.Model:
+def abstract_model(config: Config, mesh: Mesh) -> loading.Model:
     """A model without weights: of a folder with a config.json, or of a known name."""
     path = config.model.path
     if Path(path).is_dir():
@@ -209,7 +208,8 @@ def abstract_model(config: Config, mesh: Mesh) -> build.Model:
         cache.decoder_for(shape, unroll=on_cpu),
         transformer.abstract_params(shape),
     )
-    return build.Model(loaded, None, mesh, config.sampling)  # type: ignore[arg-type]
+    table = rules.table(config.mesh)
+    return loading.Model(loaded, None, mesh, config.sampling, rules=table)  # type: ignore[arg-type]
 
 
 def abstract_batch(rows: int, width: int, mesh: Mesh, compiled: build.PolicySteps) -> Batch:
@@ -260,7 +260,7 @@ def _trips(config: Config, at_once: int, width: int, parts: int, per_row: int) -
 
 
 def _sampler(
-    config: Config, model: build.Model, places: states.Placement
+    config: Config, model: loading.Model, places: states.Placement
 ) -> dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]]:
     """Prefill of a step's prompts, and one token of all their completions.
 
@@ -281,7 +281,7 @@ def _sampler(
 
     weights = _placed(model.loaded.params, places.state.params)
     prepared = jax.eval_shape(decoder.prepare, model.loaded.params)
-    prepared = _placed(prepared, rules.partition(prepared, mesh, say=lambda _: None))
+    prepared = _placed(prepared, rules.partition(prepared, mesh, model.rules, say=loading.quiet))
     length = bucket + config.sampling.max_new_tokens
     slots = jax.eval_shape(lambda: decoder.init_cache(prompts * group, length))
     held = _placed(slots, jax.tree.map(lambda x: _cache_place(x, mesh), slots))

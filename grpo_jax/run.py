@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from grpo_jax import build, engines
+from grpo_jax import build, engines, loading
 from grpo_jax import config as configs
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
@@ -109,7 +109,7 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
     are in the state, and in the reference if there is one.
     """
     place = Path(config.run.dir)
-    model = build.load_model(config)
+    model = loading.load_model(config)
     data = prompting.load_prompts(config.data, model.tokenizer)
     stream = build.build_stream(config, data)
     build.check(config, model, data)
@@ -128,7 +128,7 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
         model, opt, critic, checkpointer if plan.action == "resume" else None
     )
     frozen = [path for path in (config.model.path, config.teacher.path) if path is not None]
-    weights = "+".join(build.fingerprint(path) for path in frozen)
+    weights = "+".join(loading.fingerprint(path) for path in frozen)
     start, notes = 0, {"first": {}, "last": {}, "nonfinite": 0, "weights": weights}
     if restored is not None:
         start, notes = restored.step, restored.run["notes"]
@@ -172,7 +172,7 @@ def _changed_keys(place: Path, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _describe(
-    console: Console, config: Config, model: build.Model, data: prompting.PromptSets
+    console: Console, config: Config, model: loading.Model, data: prompting.PromptSets
 ) -> None:
     """Say in a few lines what is about to be trained on what."""
     size = sum(x.size for x in jax.tree.leaves(model.loaded.params))
@@ -307,7 +307,7 @@ def evaluate_model(
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     with Scorer(config.reward) as scorer:
-        model = build.load_model(config)
+        model = loading.load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
         params, source = _sampled(model, config, checkpoint, step)
         console.print(f"evaluating {source} on {len(data.held_out)} held-out prompts …")
@@ -352,7 +352,7 @@ def sample(
     """Print completions of one prompt, with the log-probability of each."""
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
-    model = build.load_model(config)
+    model = loading.load_model(config)
     params, _ = _sampled(model, config, checkpoint, step)
     example = prompting.Example(prompt=prompt)
     ids = prompting.encode_prompt(example, model.tokenizer, config.data).ids
@@ -375,7 +375,7 @@ def serve(config: Config, options: ServeConfig) -> int:
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
     options.token()  # refuse an open door before the model is loaded
-    model = build.load_model(config)
+    model = loading.load_model(config)
     params, source = _weights(model, config, options.checkpoint, options.step)
     app, batcher = engines.make_server(
         config, options, model.loaded, model.tokenizer, model.sampling, params
@@ -406,7 +406,7 @@ def export(
         raise ConfigError(f"{run} trained all weights (lora.rank = 0); export it without --adapter")
     if adapter and dtype != "float32":
         raise ConfigError(f"dtype = {dtype!r}: an adapter is written in float32, as it was trained")
-    model = build.load_model(config)
+    model = loading.load_model(config)
     trained, source = _restored(model, config, run, step)
     if adapter:
         lora.save_adapter(out, model.loaded.config, trained, config.lora, config.model.path)
@@ -439,7 +439,9 @@ def _run_config(run: str) -> Config:
     return configs.load(path)
 
 
-def _sampled(model: build.Model, config: Config, run: str | None, step: Step) -> tuple[Params, str]:
+def _sampled(
+    model: loading.Model, config: Config, run: str | None, step: Step
+) -> tuple[Params, str]:
     """The weights that the engine will sample from, and what to call them."""
     remote = config.engine.remote
     if remote.url is None or remote.weights is not None:
@@ -452,21 +454,23 @@ def _sampled(model: build.Model, config: Config, run: str | None, step: Step) ->
     return model.loaded.params, f"the model at {remote.url}"
 
 
-def _weights(model: build.Model, config: Config, run: str | None, step: Step) -> tuple[Params, str]:
+def _weights(
+    model: loading.Model, config: Config, run: str | None, step: Step
+) -> tuple[Params, str]:
     """The weights that the sampler reads, and what to call them."""
     if run is None:
         return model.loaded.params, config.model.path
     trained = _run_config(run)
-    model = build.with_adapter(model._replace(adapter=None), trained)
+    model = loading.with_adapter(model._replace(adapter=None), trained)
     params, source = _restored(model, trained, run, step)
     return model.whole(params), source
 
 
-def _restored(model: build.Model, config: Config, run: str, step: Step) -> tuple[Params, str]:
+def _restored(model: loading.Model, config: Config, run: str, step: Step) -> tuple[Params, str]:
     """What a run of this config has trained so far, and what to call it."""
     opt = build.build_optimizer(config)
     shapes = states.abstract(model.trained, opt.transform)
-    places = states.placement(shapes, opt.transform, model.mesh)
+    places = model.places(model.trained, opt.transform)
     with checkpointing.Checkpointer(
         Path(run) / folder.CHECKPOINTS, config.checkpoint, say=print, read_only=True
     ) as checkpointer:

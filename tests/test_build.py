@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax import build
+from grpo_jax import build, loading
 from grpo_jax import config as configs
 from grpo_jax.core import logprobs, masks
 from grpo_jax.core.filtering import FilterConfig
@@ -54,7 +54,7 @@ def test_a_teacher_lives_in_shards_and_scores_without_the_filter(folders):
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
         rollout=make_config(folders).rollout.__dict__ | {"micro_batch_size": 2},
     )
-    teacher = build.load_teacher(config, build.load_model(config))
+    teacher = build.load_teacher(config, loading.load_model(config))
     query = teacher.params["layers"]["mlp"]["up"]["weight"]  # [L, F, D]
     assert query.shape == (1, 64, 48) and query.addressable_shards[0].data.shape == (1, 32, 24)
     batch = make_batch(rows=8, vocabulary=260)
@@ -73,7 +73,7 @@ def test_a_teacher_lives_in_shards_and_scores_without_the_filter(folders):
 
 def test_without_distillation_no_teacher_is_loaded(folders):
     config = make_config(folders)
-    assert build.load_teacher(config, build.load_model(config)) is None
+    assert build.load_teacher(config, loading.load_model(config)) is None
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -83,7 +83,7 @@ def test_a_critic_is_the_policys_trunk_and_nothing_it_does_not_use(tmp_path, tie
     hf.save_model(tmp_path / "m", shape, transformer.init_params(shape, jax.random.key(0)))
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     config = make_config({"student": tmp_path / "m"}, advantage={"estimator": "gae"}, mesh=mesh)
-    model = build.load_model(config)
+    model = loading.load_model(config)
     critic = build.build_critic(config, model)
     assert ("head" in model.loaded.params) == (not tied)
     assert set(critic.params["trunk"]) == {"embed", "layers", "norm"}
@@ -103,7 +103,7 @@ def test_a_critic_is_the_policys_trunk_and_nothing_it_does_not_use(tmp_path, tie
 def test_ids_that_pad_the_matrix_are_neither_drawn_nor_hold_mass(folders):
     """264 rows, 260 tokens: four rows of large weights change nothing in sampler and trainer."""
     config = make_config(folders, sampling={"max_new_tokens": 6})
-    model = build.load_model(config)
+    model = loading.load_model(config)
     assert model.sampling.filter.vocabulary == 260 and model.loaded.config.vocab_size == 264
     evaluation = config.evaluate.sampling(model.sampling)
     assert evaluation.filter.vocabulary == 260
@@ -130,8 +130,8 @@ def test_ids_that_pad_the_matrix_are_neither_drawn_nor_hold_mass(folders):
 def test_a_vocabulary_that_the_tokenizer_does_not_know_is_refused(folders):
     for filter in ({"vocabulary": 262}, {"top_k": 262}):
         with pytest.raises(ValueError, match="=262 is more than the .*260 tokens"):
-            build.load_model(make_config(folders, sampling={"filter": filter}))
-    model = build.load_model(make_config(folders, sampling={"filter": {"vocabulary": 200}}))
+            loading.load_model(make_config(folders, sampling={"filter": filter}))
+    model = loading.load_model(make_config(folders, sampling={"filter": {"vocabulary": 200}}))
     assert model.sampling.filter.vocabulary == 200
 
 
@@ -155,7 +155,7 @@ def test_a_frozen_router_stays_as_it_is_on_a_mesh(routed):
         optimizer={"lr": 0.01, "weight_decay": 0.1},
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
     )
-    model = build.load_model(config)
+    model = loading.load_model(config)
     opt = build.build_optimizer(config)
     state, places, _ = build.initial_state(model, opt, None, None)
     before = jax.device_get(state.params)
@@ -192,18 +192,18 @@ def test_the_load_of_experts():
 def test_a_router_that_is_not_there_cannot_be_frozen(folders):
     config = make_config(folders, model={"path": str(folders["student"]), "freeze_router": True})
     with pytest.raises(ValueError, match="freeze_router=True needs routed experts"):
-        build.load_model(config)
+        loading.load_model(config)
 
 
 def test_an_adapter_and_the_experts_below_it(routed):
     """Where tokens go is counted with the adapter, which as born changes nothing."""
     targets = {"rank": 2, "targets": ["attention/(query|key)/"]}
     config = make_config({"student": routed}, lora=targets)
-    model = build.load_model(config)
+    model = loading.load_model(config)
     batch = make_batch(rows=8, vocabulary=260)
     found = step.make_count_step(model.policy)(model.trained, batch)
     expected = step.make_count_step(model.loaded.policy)(model.loaded.params, batch)
     np.testing.assert_array_equal(found, expected)
     frozen = {"path": str(routed), "freeze_router": True}
     with pytest.raises(configs.ConfigError, match="freeze_router = true says nothing with lora.ra"):
-        build.load_model(make_config({"student": routed}, lora=targets, model=frozen))
+        loading.load_model(make_config({"student": routed}, lora=targets, model=frozen))

@@ -43,7 +43,13 @@ def program(found: plan.Plan, name: str) -> plan.ProgramReport:
 
 
 def test_the_shape_of_the_work(found):
-    assert found.chips == 4 and found.mesh == {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    assert found.chips == 4 and found.mesh == {
+        "data": 1,
+        "fsdp": 2,
+        "expert": 1,
+        "context": 1,
+        "tensor": 2,
+    }
     assert (found.rows, found.width, found.micro_rows, found.micro_batches) == (16, 64, 1, 8)
 
 

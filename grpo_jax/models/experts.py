@@ -123,5 +123,5 @@ def _local(
 
 
 def _product(x: jax.Array, weight: jax.Array, counts: jax.Array) -> jax.Array:
-    """Multiply x [M, in], sorted by expert, with W [E, out, in]; i32[E] `counts` rows go to each."""
+    """Multiply x [M, in], sorted by expert, with W [E, out, in]; each gets `counts` of its rows."""
     return jax.lax.ragged_dot_general(x, weight, counts, _BY_EXPERT)

@@ -150,8 +150,8 @@ def _shortest(axis: Axis, mesh: Mesh) -> Axis:
     """Leave out of several axes those with a single device."""
     if not isinstance(axis, tuple):
         return axis
-    split = tuple(name for name in axis if mesh.shape[name] > 1) or axis[:1]
-    return split if len(split) > 1 else split[0]
+    split = [name for name in axis if mesh.shape[name] > 1] or list(axis[:1])
+    return tuple(split) if len(split) > 1 else split[0]
 
 
 def largest_dimension(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -159,13 +159,13 @@ def largest_dimension(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
     Vectors and scalars stay whole.
     """
-    names = tuple(name for name in _WIDTH if mesh.shape.get(name, 1) > 1)
+    names = [name for name in _WIDTH if mesh.shape.get(name, 1) > 1]
     parts = math.prod(mesh.shape[name] for name in names)
     dividing = [i for i, size in enumerate(shape) if size % parts == 0 and size >= parts]
     if len(shape) < 2 or parts == 1 or not dividing:
         return PartitionSpec()
     best = max(dividing, key=lambda i: shape[i])
-    axis = names if len(names) > 1 else names[0]
+    axis = tuple(names) if len(names) > 1 else names[0]
     return PartitionSpec(*(axis if i == best else None for i in range(len(shape))))
 
 

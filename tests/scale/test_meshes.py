@@ -110,7 +110,7 @@ MORE = [pytest.param(*case, marks=pytest.mark.nightly) for case in MORE if case 
 
 @pytest.mark.parametrize(("name", "experts", "dtype"), CASES + MORE)
 def test_a_mesh_changes_nothing_and_compiles_once(name, experts, dtype):
-    """Tolerances are the rounding of sums in another order: relative, to the largest of an array."""
+    """Tolerances: the rounding of sums in another order, relative to the largest of an array."""
     with jax.enable_x64(dtype == "float64"):
         found, programs, places = gradient(dtype, experts, MESHES[name])
         wanted = alone(dtype, experts)
