@@ -22,7 +22,7 @@ from grpo_jax.data.packing import PackingConfig
 from grpo_jax.data.prompts import PromptConfig
 from grpo_jax.data.tokenizer import TokenizerConfig
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.model_config import Dtype, Remat
+from grpo_jax.models.model_config import AttentionName, Dtype, Remat
 from grpo_jax.rewards.scoring import RewardConfig
 from grpo_jax.rewards.shaping import ShapingConfig
 from grpo_jax.sampling.engine import EngineConfig
@@ -50,6 +50,7 @@ class ModelSection:
     path: str = "models/SmolLM2-135M-Instruct"  # Hugging Face folder
     compute_dtype: Dtype = "float32"  # of activations: float32 or bfloat16
     remat: Remat = "none"  # what the backward pass recomputes inside each layer
+    attention: AttentionName = "auto"  # auto, dot_product, blocked, splash (TPU)
     freeze_router: bool = False  # the router of routed experts is not trained
 
 
@@ -478,9 +479,8 @@ def _warnings(config: Config) -> list[str]:
             "loss_fn.use_importance_sampling_correction: the importance weight is a product over "
             "the response, which vanishes or explodes with its length, while the ratio is a "
             "geometric mean; is_weight_ess and is_weight_overflow_tokens show it. "
-            "truncated_importance_sampling_type tis or icepop "
-            "bounds the product; a gate by the geometric mean (geo-rs, seq-mask-tis) needs "
-            "token-level ratios"
+            "truncated_importance_sampling_type tis or icepop bounds the product; a gate by the "
+            "geometric mean (geo-rs, seq-mask-tis) needs token-level ratios"
         )
     if config.sampling.filter.active and not config.loss_fn.use_importance_sampling_correction:
         found.append(

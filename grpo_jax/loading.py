@@ -76,6 +76,7 @@ def load_model(config: Config) -> Model:
         dtype="float32",
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
+        attention=config.model.attention,
         freeze_router=config.model.freeze_router,
         # Once for all who read them: the state copies them, the reference policy shares them. What
         # does not divide is said by the state's rules.

@@ -200,6 +200,7 @@ def abstract_model(config: Config, mesh: Mesh) -> loading.Model:
         param_dtype="float32",
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
+        attention=config.model.attention,
     )
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     loaded = hf.LoadedModel(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from grpo_jax.core.policy import Decoder, Params
-from grpo_jax.models import layers, rope, transformer
+from grpo_jax.models import attention, layers, rope, transformer
 from grpo_jax.models.model_config import Kind, ModelConfig
 
 
@@ -112,7 +112,7 @@ def prefill(
     views = transformer.row_views(config, positions, segment_ids)
 
     def one_layer(block: layers.Block, x, slots: Slots, layer: jax.Array | None, kind):
-        x, (key, value) = block(x, layers.pick(views, kind))
+        x, (key, value) = block(x, views(kind))
         return x, Slots(
             _write_prompt(slots.key, key, layer), _write_prompt(slots.value, value, layer)
         )
@@ -216,4 +216,4 @@ def _logits(config: ModelConfig, unroll: bool, params: Params, x: jax.Array) -> 
     # times faster on a CPU.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("vd,dn->vn", head, x.T, preferred_element_type=wide)
-    return layers.soft_cap(jax.lax.optimization_barrier(logits).T, config.logit_soft_cap)
+    return attention.soft_cap(jax.lax.optimization_barrier(logits).T, config.logit_soft_cap)

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from grpo_jax.core.policy import Decoder, Params, Policy
 from grpo_jax.models import cache, hf_config, hf_names, hf_shards, transformer
-from grpo_jax.models.model_config import Dtype, ModelConfig, Remat
+from grpo_jax.models.model_config import AttentionName, Dtype, ModelConfig, Remat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,6 +63,7 @@ def load_model(
     dtype: Dtype | None = None,
     compute_dtype: Dtype | None = None,
     remat: Remat = "none",
+    attention: AttentionName = "auto",
     freeze_router: bool = False,
     place: Place | None = None,
 ) -> LoadedModel:
@@ -73,6 +74,7 @@ def load_model(
       dtype: of the parameters; the stored one if None (float16 is widened to float32).
       compute_dtype: of the activations; `dtype` if None.
       remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
+      attention: how whole rows attend, see `attention`.
       freeze_router: give the router of routed experts no gradient.
       place: shapes of the parameters -> where each of them lives; the default device if None.
 
@@ -88,6 +90,7 @@ def load_model(
         param_dtype=param_dtype,
         compute_dtype=compute_dtype or param_dtype,
         remat=remat,
+        attention=attention,
         freeze_router=freeze_router,
     )
     params = load_params(folder, config, place)

@@ -10,33 +10,39 @@ for the forward and for both gradients, and a checkpoint is loaded and saved wit
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from grpo_jax.models import experts, low_rank
+from grpo_jax.models.attention import Attend, weigh
 from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.models.rope import Rope, rotate
 
-# Added to nothing and multiplied with nothing: stands where a score is masked. Finite, so that a
-# row without any visible key gives numbers and not NaN.
-MASKED = -1e30
+Tree = TypeVar("Tree")  # arrays in any container
 
 
 class View(NamedTuple):
-    """What a layer needs to know about where the tokens stand."""
+    """What a layer needs to know about where one token a row stands, when it is decoded."""
 
     rope: Rope
     mask: jax.Array  # bool[B, T, S], True = visible; bool[N, S] for one token a row
 
 
-def pick(views: tuple[View, ...], which: jax.Array | int) -> View:
-    """Choose the view of one layer; inside a scan `which` is traced, and costs one select."""
+def pick(views: tuple[Tree, ...], which: jax.Array | int) -> Tree:
+    """Choose what belongs to one layer; inside a scan `which` is traced, and costs one select."""
     if len(views) == 1 or isinstance(which, int):
         return views[which if isinstance(which, int) else 0]
     return jax.tree.map(lambda *options: jax.lax.select_n(which, *options), *views)
+
+
+class RowView(NamedTuple):
+    """What a layer needs to know about whole rows: where the tokens stand, and whom they see."""
+
+    rope: Rope
+    attend: Attend
 
 
 class Linear(nnx.Module):
@@ -96,11 +102,6 @@ def rms_norm(config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
         factor = 1.0 + scale.astype(normed.dtype)
         return (normed * jnp.broadcast_to(factor, x.shape)).astype(x.dtype)
     return normed.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
-
-
-def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Keep x inside (-cap, cap): cap tanh(x / cap) (arXiv:2408.00118, section 2)."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -191,11 +192,10 @@ class Attention(nnx.Module):
         key = key if self.key_norm is None else self.key_norm(key)
         return rotate(query, rope), rotate(key, rope), value
 
-    def __call__(self, x: jax.Array, view: View):
+    def __call__(self, x: jax.Array, view: RowView):
         """Return what is added to x [B, T, D], and this layer's keys and values [B, T, K, hd]."""
         query, key, value = self.project(x, view.rope)
-        mixed = attend(self.config, query, key.swapaxes(1, 2), value.swapaxes(1, 2), view.mask)
-        return self.output(_merge_heads(mixed)), (key, value)
+        return self.output(_merge_heads(view.attend(query, key, value))), (key, value)
 
 
 class Block(nnx.Module):
@@ -210,11 +210,11 @@ class Block(nnx.Module):
         self.attention_post_norm = RMSNorm(config) if config.sandwich_norms else None
         self.mlp_post_norm = RMSNorm(config) if config.sandwich_norms else None
 
-    def __call__(self, x: jax.Array, view: View):
+    def __call__(self, x: jax.Array, view: RowView):
         mixed, keys_values = self.attention(self.attention_norm(x), view)
         return self._finish(x, mixed), keys_values
 
-    def chosen_experts(self, x: jax.Array, view: View) -> jax.Array:
+    def chosen_experts(self, x: jax.Array, view: RowView) -> jax.Array:
         """Return which experts the tokens x [B, T, D] go to: i32[B, T, k]."""
         assert isinstance(self.mlp, Experts)
         mixed, _ = self.attention(self.attention_norm(x), view)
@@ -234,39 +234,8 @@ class Block(nnx.Module):
 
     def step_mix(self, x, query, key, value, mask, linear: Apply) -> jax.Array:
         """Finish the block, given cached key and value [N, K, S, hd] and mask bool[N, S]."""
-        mixed = attend(self.config, query[:, None], key, value, mask[:, None])[:, 0]
+        mixed = weigh(self.config, query[:, None], key, value, mask[:, None])[:, 0]
         return self._finish(x, linear(self.attention.output, _merge_heads(mixed)), linear)
-
-
-def attend(
-    config: ModelConfig, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array
-) -> jax.Array:
-    """Mix values by softmax(cap(q k^T / sqrt(hd))), without a copy of keys for each group.
-
-    Args:
-      config: may put another number in the place of hd, and a soft cap on the scores.
-      query: [B, T, H, hd].
-      key, value: [B, K, S, hd].
-      mask: bool[B, T, S], True = visible.
-
-    Returns:
-      [B, T, H, hd] in the dtype of `value`.
-    """
-    rows, length, heads, width = query.shape
-    kv_heads, groups = key.shape[1], heads // key.shape[1]
-    # The G heads of a group stand below each other as rows of one matrix: [B, K, G * T, hd].
-    query = query.reshape(rows, length, kv_heads, groups, width).transpose(0, 2, 3, 1, 4)
-    query = query.reshape(rows, kv_heads, groups * length, width)
-    wide = _at_least_float32(query)
-    scores = jnp.einsum("bkqd,bksd->bkqs", query, key, preferred_element_type=wide)
-    scores = soft_cap(scores * (config.query_width or width) ** -0.5, config.attention_soft_cap)
-    scores = scores.reshape(rows, kv_heads, groups, length, -1)
-    scores = jnp.where(mask[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    weights = weights.reshape(rows, kv_heads, groups * length, -1)
-    mixed = jnp.einsum("bkqs,bksd->bkqd", weights, value)
-    mixed = mixed.reshape(rows, kv_heads, groups, length, width).transpose(0, 3, 1, 2, 4)
-    return mixed.reshape(rows, length, heads, width)
 
 
 def _at_least_float32(x: jax.Array):

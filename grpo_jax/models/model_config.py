@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal, get_args
 
 Remat = Literal["none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+AttentionName = Literal["auto", "dot_product", "blocked", "splash"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Activation = Literal["silu", "gelu_tanh"]
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -93,6 +94,7 @@ class ModelConfig:
         "float32"  # of activations; norms, RoPE, softmax, logits: float32 or wider
     )
     remat: Remat = "none"  # what the backward pass recomputes inside each layer
+    attention: AttentionName = "auto"  # how whole rows attend; see `attention`
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
@@ -107,6 +109,7 @@ class ModelConfig:
         check_name("param_dtype", self.param_dtype, DTYPES)
         check_name("compute_dtype", self.compute_dtype, DTYPES)
         check_name("remat", self.remat, REMAT_NAMES)
+        check_name("attention", self.attention, get_args(AttentionName))
         check_name("family", self.family, FAMILIES)
         check_name("activation", self.activation, get_args(Activation))
         for name in ("query_width", "attention_soft_cap", "logit_soft_cap", "local_rope_theta"):

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from grpo_jax.core.policy import Head, Params, Policy
-from grpo_jax.models import layers, rope
+from grpo_jax.models import attention, layers, rope
 from grpo_jax.models.model_config import Kind, ModelConfig, is_local
 
 
@@ -68,7 +68,7 @@ class Transformer(nnx.Module):
         """Count the real tokens of each row that each layer sends to each expert: f32[B, L, E]."""
         real = (segment_ids > 0).astype(jnp.float32)
 
-        def look(block: layers.Block, x: jax.Array, view: layers.View) -> jax.Array:
+        def look(block: layers.Block, x: jax.Array, view: layers.RowView) -> jax.Array:
             chosen = jax.nn.one_hot(block.chosen_experts(x, view), self.config.num_experts)
             return jnp.einsum("btke,bt->be", chosen, real)
 
@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
 
         def one_layer(x, layer):
             weights, kind = layer
-            merged, view = nnx.merge(block, weights), layers.pick(views, kind)
+            merged, view = nnx.merge(block, weights), views(kind)
             return merged(x, view)[0], look(merged, x, view)
 
         one_layer = remat(one_layer, self.config.remat)
@@ -94,33 +94,38 @@ def kind_of_layer(config: ModelConfig) -> np.ndarray:
     return np.array([config.kinds.index(kind) for kind in config.layer_kinds], np.int32)
 
 
-def row_views(config: ModelConfig, positions, segment_ids) -> tuple[layers.View, ...]:
-    """Return RoPE's tables and the mask of whole rows [B, T] for each of `config.kinds`."""
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+def row_views(
+    config: ModelConfig, positions: jax.Array, segment_ids: jax.Array
+) -> Callable[[jax.Array | int], layers.RowView]:
+    """Return which kind of layer -> its view of whole rows [B, T].
+
+    Inside a scan the kind is traced: RoPE's tables are selected, and of the different windows the
+    one that is asked for is computed.
+    """
     lengths = None
     if config.rope_scaling is not None and config.rope_scaling.kind == "dynamic":
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
         lengths = jnp.max(jnp.where(same, positions[:, None, :], 0), axis=-1) + 1
+    ropes = tuple(rope.table(positions, config, kind, lengths) for kind in config.kinds)
+    windows = tuple(dict.fromkeys(window_of(config, kind) for kind in config.kinds))
+    attends = [functools.partial(attention.attend, config, segment_ids, w) for w in windows]
+    of_kind = np.array([windows.index(window_of(config, kind)) for kind in config.kinds])
 
-    def view(kind: Kind) -> layers.View:
-        mask = same & causal_band(segment_ids.shape[-1], window_of(config, kind))[None]
-        return layers.View(rope.table(positions, config, kind, lengths), mask)
+    def view(which: jax.Array | int) -> layers.RowView:
+        if len(attends) == 1:
+            attend = attends[0]
+        elif isinstance(which, int):
+            attend = attends[of_kind[which]]
+        else:
+            attend = functools.partial(jax.lax.switch, jnp.asarray(of_kind)[which], attends)
+        return layers.RowView(layers.pick(ropes, which), attend)
 
-    return tuple(view(kind) for kind in config.kinds)
+    return view
 
 
 def window_of(config: ModelConfig, kind: Kind) -> int | None:
     """Return how many tokens a layer of this kind sees, itself among them; None: all."""
     return config.window if is_local(kind) else None
-
-
-def causal_band(length: int, window: int | None) -> jax.Array:
-    """Say which key each query sees: up to itself, the last `window`. bool[T, T].
-
-    Tokens of a segment stand next to each other, so that distance is counted inside the row.
-    Padding (segment 0) sees padding, so every query sees at least itself and no row is empty.
-    """
-    band = jnp.tri(length, dtype=bool)
-    return band if window is None else band & ~jnp.tri(length, k=-window, dtype=bool)
 
 
 def remat(layer, name: str):
@@ -199,4 +204,4 @@ def unembed(head: Head, hidden: jax.Array, cap: float | None = None) -> jax.Arra
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = head.astype(hidden.dtype)
     logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=wide)
-    return layers.soft_cap(logits, cap)
+    return attention.soft_cap(logits, cap)

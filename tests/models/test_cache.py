@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import cache, layers, model_config, presets, transformer
+from grpo_jax.models import attention, cache, model_config, presets, transformer
 
 LENGTHS, WIDTH, NEW = [7, 3, 5], 8, 4
 SWITCHES = {
@@ -189,6 +189,6 @@ def test_keys_and_values_are_not_copied_for_each_head():
     key = jax.ShapeDtypeStruct((rows, kv_heads, length, width), jnp.float32)
     query = jax.ShapeDtypeStruct((rows, 1, heads, width), jnp.float32)
     mask = jax.ShapeDtypeStruct((rows, 1, length), jnp.bool_)
-    attend = jax.jit(functools.partial(layers.attend, presets.preset("tiny")))
+    attend = jax.jit(functools.partial(attention.weigh, presets.preset("tiny")))
     memory = attend.lower(query, key, key, mask).compile().memory_analysis()
     assert memory.temp_size_in_bytes < rows * heads * length * width * 4 / 4
