@@ -1,12 +1,14 @@
 """Time the model (forward alone, and with its gradient) against transformers and against products.
 
     python scripts/bench_model.py [--model models/SmolLM2-135M-Instruct] [--rows 8] [--length 512]
-                                  [--rounds 2] [--remat dots_with_no_batch_dims_saveable]
+                                  [--rounds 3] [--remat dots_with_no_batch_dims_saveable]
 
 Both sides take the mean negative log-likelihood of the next token over the same random rows of the
 same float32 weights, on one pinned core with one thread, and take turns; the losses and the
-gradient of the embedding must agree. Ours scores the head in chunks (`token_scores`) as training
-does; transformers is given its fastest attention (sdpa). A time is the CPU time of the process, a
+gradient of the embedding must agree. Each turn is a process of its own: in one process whoever came
+second took half as long again. Ours is what a train step runs: micro-batches of a few rows whose
+gradients are added up; with advantage 1 and without ratio or KL its loss (`single_pass`) is that
+likelihood. transformers is given its fastest attention (sdpa). A time is CPU time of the process, a
 result the median. The bound is the time that the matrix products take alone, each measured at its
 own shape in the same run, three times over (forward, and two in the backward pass); attention
 counts its two products below the diagonal at the throughput of the widest one. The last line is
@@ -18,6 +20,9 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 CORE = sorted(os.sched_getaffinity(0))[-1]
@@ -30,11 +35,21 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from grpo_jax.core import masks  # noqa: E402
+from grpo_jax.core.batch import Batch  # noqa: E402
 from grpo_jax.core.filtering import FilterConfig  # noqa: E402
-from grpo_jax.core.logprobs import token_scores  # noqa: E402
+from grpo_jax.core.loss_config import LossConfig  # noqa: E402
+from grpo_jax.core.single_pass import policy_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def wide_vectors() -> dict[str, int]:
+    """Ask for 512-bit vectors where the processor has them: by itself XLA keeps to 256."""
+    info = pathlib.Path("/proc/cpuinfo")
+    has = info.exists() and "avx512f" in info.read_text()
+    return {"xla_cpu_prefer_vector_width": 512} if has else {}
 
 
 def ours(args, tokens: np.ndarray) -> dict:
@@ -42,20 +57,43 @@ def ours(args, tokens: np.ndarray) -> dict:
     model = hf.load_model(args.model, dtype="float32", remat=args.remat)
     rows = jnp.asarray(tokens)
     places = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
-    segments = jnp.ones_like(rows)
+    segments, ones = jnp.ones_like(rows), jnp.ones(rows.shape)
+    config = LossConfig(
+        disable_ppo_ratio=True, reference_policy_kl_penalty=0.0, metrics_level="minimal"
+    )
 
-    def loss(params):
-        scores = token_scores(
-            model.policy, params, rows, places, segments,
+    batch = Batch(
+        tokens=rows, segment_ids=segments, positions=places, token_mask=places > 0,
+        sample_weights=ones, advantages=ones, generation_logprobs=ones, prev_logprobs=ones,
+    )  # fmt: skip
+    counts = masks.count(batch)
+
+    parts = jax.tree.map(lambda x: x.reshape(-1, args.micro_rows, x.shape[1]), batch)
+
+    def loss(params, part):
+        return policy_loss(
+            model.policy, params, part, counts, config,
             filter=FilterConfig(), chunk_size=args.head_chunk,
-        )  # fmt: skip
-        return -jnp.sum(scores.logprobs[:, 1:]) / (rows.size - len(rows))
+        )[0]  # fmt: skip
 
+    def summed(function):
+        def run(params):
+            def add(total, part):
+                return jax.tree.map(jnp.add, total, function(params, part)), None
+
+            start = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, params, part_shape))
+            return jax.lax.scan(add, start, parts)[0]
+
+        return run
+
+    part_shape = jax.tree.map(lambda x: x[0], parts)
     both = {}
     for name, function in (("forward", loss), ("gradient", jax.value_and_grad(loss))):
-        program = jax.jit(function).lower(model.params).compile()
+        function = summed(function)
+        program = jax.jit(function, compiler_options=wide_vectors())
+        program = program.lower(model.params).compile()
         mib = program.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"ours, {name}: the compiler plans {mib:.0f} MiB of temporaries", flush=True)
+        print(f"  {name}: the compiler plans {mib:.0f} MiB of temporaries", file=sys.stderr)
         both[name] = lambda program=program: jax.block_until_ready(program(model.params))
     return both
 
@@ -112,12 +150,35 @@ def clock(function) -> float:
     return time.process_time() - start
 
 
+def turn(args) -> None:
+    """One side, alone in a process: print its times as JSON, write its answers to a file."""
+    functions = (ours if args.side == "ours" else theirs)(args, random_tokens(args))
+    times = {name: [] for name in functions}
+    loss, grad = None, None
+    for name, function in functions.items():
+        for _ in range(2):
+            start = time.process_time()
+            answer = function()
+            times[name].append(time.process_time() - start)
+            print(f"  {args.side}, {name}: {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
+        if name == "gradient":
+            loss, grad = answer
+    table = np.asarray(grad["embed"]["table"] if args.side == "ours" else grad)
+    np.savez(args.answers, loss=float(loss), table=table)
+    print(json.dumps(times))
+
+
+def random_tokens(args) -> np.ndarray:
+    vocabulary = hf.hf_config.read_config(args.model).vocab_size
+    shape = (args.rows, args.length)
+    return np.random.default_rng(0).integers(3, vocabulary, shape).astype(np.int32)
+
+
 def check_agreement(mine, other) -> None:
-    """Loss to 1e-5, gradient of the table to 1e-4 of its largest entry: float32 sums of thousands."""
-    (loss, grads), (their_loss, their_grad) = mine, other
-    np.testing.assert_allclose(float(loss), their_loss, rtol=1e-5)
-    table = np.asarray(grads["embed"]["table"])
-    np.testing.assert_allclose(table, their_grad, atol=1e-4 * np.abs(their_grad).max())
+    """Loss to 1e-5, gradient of the table to 1e-4 of its largest entry: long float32 sums."""
+    np.testing.assert_allclose(mine["loss"], other["loss"], rtol=1e-5)
+    limit = 1e-4 * np.abs(other["table"]).max()
+    np.testing.assert_allclose(mine["table"], other["table"], atol=limit)
 
 
 def main() -> None:
@@ -125,33 +186,37 @@ def main() -> None:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--micro-rows", type=int, default=8)
     parser.add_argument("--head-chunk", type=int, default=512)
     parser.add_argument("--remat", default="dots_with_no_batch_dims_saveable")
+    parser.add_argument("--side", choices=("ours", "transformers"), help=argparse.SUPPRESS)
+    parser.add_argument("--answers", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not pathlib.Path(args.model, "config.json").is_file():
         parser.error(f"{args.model} is not there; run scripts/fetch_smollm2.py --out {args.model}")
-    config = hf.hf_config.read_config(args.model)
-    shape = (args.rows, args.length)
-    tokens = np.random.default_rng(0).integers(3, config.vocab_size, shape).astype(np.int32)
-    print(f"core {CORE}, one thread, float32, {shape}; jax {jax.__version__}, "
+    if args.side:
+        return turn(args)
+    print(f"core {CORE}, one thread, float32, [{args.rows}, {args.length}]; jax {jax.__version__}, "
           f"torch {torch.__version__}, transformers {transformers.__version__}")  # fmt: skip
-    products, speed = bound(args, config)
+    products, speed = bound(args, hf.hf_config.read_config(args.model))
     print(f"products alone: forward {products:.2f} s, {speed:.0f} GFLOP/s", flush=True)
-    sides = {"ours": ours(args, tokens), "transformers": theirs(args, tokens)}
     times: dict[tuple[str, str], list[float]] = {}
-    answers = {}
-    for turn in range(args.rounds):
-        for side, functions in sides.items():
-            for name, function in functions.items():
-                start = time.process_time()
-                answers[side, name] = function()
-                times.setdefault((side, name), []).append(time.process_time() - start)
-                print(
-                    f"round {turn + 1}: {side}, {name}: {times[side, name][-1]:.2f} s", flush=True
-                )
-    check_agreement(answers["ours", "gradient"], answers["transformers", "gradient"])
-    median = {key: statistics.median(taken) for key, taken in times.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        files = {side: os.path.join(folder, f"{side}.npz") for side in ("ours", "transformers")}
+        for number in range(args.rounds):
+            for side, file in files.items():
+                print(f"round {number + 1} of {args.rounds}", flush=True)
+                command = [sys.executable, *sys.argv, "--side", side, "--answers", file]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                for name, taken in json.loads(done.stdout.splitlines()[-1]).items():
+                    times.setdefault((side, name), []).extend(taken)
+        check_agreement(*(np.load(file) for file in files.values()))
+    report({key: statistics.median(taken) for key, taken in times.items()}, products)
+
+
+def report(median: dict[tuple[str, str], float], products: float) -> None:
+    """Print the table and the JSON line."""
     print(f"{'':10s}{'ours s':>9s}{'transformers s':>16s}{'speed-up':>10s}{'of the bound':>14s}")
     figures = {}
     for name, passes in (("forward", 1), ("gradient", 3)):
