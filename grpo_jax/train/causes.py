@@ -16,7 +16,7 @@ def shift(x: Array, y: Array, valid: Array, names: tuple[str, str]) -> str | Non
     both = valid & np.isfinite(x) & np.isfinite(y)
     if both.sum() < ENOUGH:
         return None
-    here = np.abs(x - y)[both].mean()
+    here = np.abs(x[both] - y[both]).mean()
     for step, word in ((-1, "later"), (1, "earlier")):
         # entry t of `y` rolled by `step` is y[t - step]: -1 looks one column to the right
         usable = both & np.roll(np.isfinite(y), step, axis=1)
@@ -68,7 +68,7 @@ def support(x: Array, y: Array, valid: Array, names: tuple[str, str]) -> str | N
     both = valid & np.isfinite(x) & np.isfinite(y)
     if both.sum() < ENOUGH:
         return None
-    gap = (y - x)[both]
+    gap = y[both] - x[both]  # first: −∞ on both sides has no difference
     for sign, filtered, plain in ((1, names[1], names[0]), (-1, names[0], names[1])):
         one_sided = (sign * gap).min() > -1e-3 and (sign * gap).mean() > 1e-2
         if one_sided:

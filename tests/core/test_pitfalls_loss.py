@@ -15,10 +15,11 @@ import pytest
 from loss_cases import assert_same, random_case
 from loss_cases import evaluate_small as evaluate
 
-from grpo_jax.core import arithmetic, filtering, kl, losses, masks
+from grpo_jax.core import arithmetic, filtering, kl, logprobs, losses, masks
 from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.loss_config import LossConfig
+from grpo_jax.core.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -197,6 +198,37 @@ def test_p18_low_precision_logits_are_filtered_in_float32():
         wide = filtering.apply_filters(logits.astype(jnp.float32), config)
         assert low.dtype == jnp.float32
         np.testing.assert_array_equal(low, wide)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_p19_the_fused_head_divides_logits_by_the_temperature_and_not_log_probabilities(chunk):
+    """log softmax(z / T), value and gradient, at T ≠ 1; dividing log softmax(z) by T is not it."""
+    rng = np.random.default_rng(0)
+    table, hidden = jnp.asarray(rng.normal(size=(7, 3))), jnp.asarray(rng.normal(size=(1, 5, 3)))
+    tokens = jnp.asarray([[1, 4, 0, 6, 2]], jnp.int32)
+    head = Policy(
+        hidden=lambda params, tokens, positions, segments: hidden,
+        head=lambda params: params,
+        unembed=lambda head, hidden: hidden @ head.T,
+    )
+
+    def ours(table):
+        scores = logprobs.token_scores(
+            head, table, tokens, jnp.arange(5, dtype=jnp.int32)[None], jnp.ones_like(tokens),
+            filter=FilterConfig(temperature=0.7), chunk_size=chunk,
+        )  # fmt: skip
+        return jnp.sum(scores.logprobs), scores.logprobs
+
+    def wanted(table):
+        z = hidden[0, :-1] @ table.T / 0.7
+        return jnp.sum((z - jax.nn.logsumexp(z, -1, keepdims=True))[jnp.arange(4), tokens[0, 1:]])
+
+    (total, found), grad = jax.value_and_grad(ours, has_aux=True)(table)
+    np.testing.assert_allclose(total, wanted(table), rtol=1e-6)
+    np.testing.assert_allclose(grad, jax.grad(wanted)(table), rtol=1e-5, atol=1e-6)
+    z = hidden[0, :-1] @ table.T
+    wrong = (z - jax.nn.logsumexp(z, -1, keepdims=True))[jnp.arange(4), tokens[0, 1:]] / 0.7
+    assert float(jnp.abs(found[0, 1:] - wrong).max()) > 0.1
 
 
 def test_p20_top_k_above_the_vocabulary_keeps_everything():
