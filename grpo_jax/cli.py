@@ -95,7 +95,7 @@ def plan(argv: Sequence[str]) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     from grpo_jax import plan_report
 
-    return plan_report.main(config, options.topology, options.out, options.search)
+    return plan_report.main(config, options.topology, options.out, options.search, options.suggest)
 
 
 def parity(argv: Sequence[str]) -> int:
@@ -139,11 +139,14 @@ class PlanOptions:
     """What to plan for."""
 
     topology: str
-    """Chip and shape: v5e:16x16, v5p:4x4x4, v6e:8x8, or cpu:8 for devices of this machine."""
+    """Chip and shape: v5e:16x16, v5p:4x4x4, v5e:16x16*4 for four slices, h200x8, or cpu:8 for
+    devices of this machine."""
     out: str | None = None
     """File for the plan as JSON."""
     search: bool = False
     """Compile other meshes and micro-batches too, and rank them."""
+    suggest: bool = False
+    """Compile the train step with one thing changed at a time, also where everything fits."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import dataclasses
 import math
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,14 @@ class Plan:
     micro_rows: int  # rows a chip sees at one time
     micro_batches: int
     parts: dict[str, float]  # bytes a chip holds all the time, by what they are
+    inside: dict[
+        str, float
+    ]  # bytes of what stands out in the temporaries and arguments of programs
     memory: float | None  # bytes of a chip
     programs: list[ProgramReport]
     model_flops: float  # of an update without recomputation: three times the forward products
     mfu: float | None  # estimate, of the train program alone
+    step_seconds: float | None  # estimate of a whole step: sampling, scoring, all updates
     source: str | None  # of the peak numbers
 
     @property
@@ -106,8 +111,16 @@ _HELD = {
 }
 
 
-def make_plan(config: Config, topology: str) -> Plan:
+PROGRAMS = ("train", "score", "prefill", "decode")
+
+
+def make_plan(config: Config, topology: str, programs: Sequence[str] = PROGRAMS) -> Plan:
     """Compile a config's programs for a topology.
+
+    Args:
+      config: what a run would be given.
+      topology: see `chips.topology`.
+      programs: which of them, for a quick look; what is left out is not in the plan.
 
     Raises:
       ConfigError: the config does not fit the devices, or its model is neither a folder nor known.
@@ -127,7 +140,7 @@ def make_plan(config: Config, topology: str) -> Plan:
     target = chips.topology(topology)
     mesh = meshes.make_mesh(config.mesh, target.devices)
     model = abstract_model(config, mesh)
-    opt = build.build_optimizer(config)
+    opt = build.build_optimizer(config)  # a frozen router does not decay
     shapes = states.abstract(model.loaded.params, opt.transform)
     places = model.places(model.loaded.params, opt.transform, say=loading.quiet)
     state = states.targets(shapes, places)
@@ -146,14 +159,14 @@ def make_plan(config: Config, topology: str) -> Plan:
     number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(mesh))
     counts = Counts(tokens=number, sequences=number, positives=number)
     score = compiled.previous or compiled.reference or compiled.current
+    sampler, cache_bytes, waves = _sampler(config, model, places)
     wanted = {
         "train": (compiled.train, (state, batch, counts), trips),
         "score": (score, (state.params, batch), trips),
-        **_sampler(config, model, places),
+        **sampler,
     }
     reports = [
-        _compile(name, program, arguments, rounds, mesh, target.chip)
-        for name, (program, arguments, rounds) in wanted.items()
+        _compile(name, *wanted[name], mesh, target.chip) for name in PROGRAMS if name in programs
     ]
     resident = {
         "parameters": shard_bytes(state.params),
@@ -161,11 +174,15 @@ def make_plan(config: Config, topology: str) -> Plan:
     }
     if compiled.reference is not None:
         resident["reference"] = resident["parameters"]
-    forward = reports[1].flops
-    train, chip = reports[0], target.chip
-    mfu = None
-    if chip is not None and train.seconds:
-        mfu = 3 * forward / (max(train.seconds.values()) * chip.flops * len(target.devices))
+    forward = flops.count(score.trace(state.params, batch).jaxpr, while_trips=trips)
+    by_name, chip = {report.name: report for report in reports}, target.chip
+    mfu = step_seconds = None
+    if chip is not None and "train" in by_name and by_name["train"].seconds:
+        least = max(by_name["train"].seconds.values())
+        mfu = 3 * forward / (least * chip.flops * len(target.devices))
+    if all(by_name.get(name) and by_name[name].seconds for name in PROGRAMS):
+        passes = (compiled.previous is not None) + (compiled.reference is not None)
+        step_seconds = _step_seconds(config, by_name, passes, waves)
     return Plan(
         topology=topology,
         chips=len(target.devices),
@@ -175,12 +192,50 @@ def make_plan(config: Config, topology: str) -> Plan:
         micro_rows=at_once,
         micro_batches=parts,
         parts=resident,
+        inside={
+            "gradients": resident["parameters"],
+            "activations": kept_activations(model, at_once, width),
+            "cache": cache_bytes,
+        },
         memory=None if chip is None else chip.memory,
         programs=reports,
         model_flops=3 * forward,
         mfu=mfu,
+        step_seconds=step_seconds,
         source=None if chip is None else chip.source,
     )
+
+
+def _step_seconds(
+    config: Config, programs: Mapping[str, ProgramReport], passes: int, waves: int
+) -> float:
+    """Add up the least times of all calls of a step.
+
+    updates · train + score passes over the rollout + for each wave of rows: prefill, and decode
+    once a token.
+    """
+    each = {name: max(report.seconds.values()) for name, report in programs.items()}
+    rollout = config.rollout
+    sampled = waves * (each["prefill"] + config.sampling.max_new_tokens * each["decode"])
+    scored = passes * rollout.updates_per_rollout * each["score"]
+    return rollout.updates * each["train"] + scored + sampled
+
+
+def kept_activations(model: loading.Model, rows: int, width: int) -> float:
+    """Bytes that the layers keep of a micro-batch [rows, width] on a chip for the backward pass.
+
+    Read from the traced program, before the partitioner: what lies over `tensor` is counted whole,
+    so this is an upper bound there, and exact without it.
+    """
+    from jax._src.ad_checkpoint import saved_residuals  # jax prints these, and returns them nowhere
+
+    ids = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+    hidden = jax.jit(model.loaded.policy.hidden)
+    shapes = model.loaded.params
+    found = saved_residuals(lambda p, t, at, s: hidden(p, t, at, s), shapes, ids, ids, ids)
+    kept = [aval for aval, origin in found if not origin.startswith("from the argument")]
+    parts = model.mesh.shape["context"]
+    return float(sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)) / parts
 
 
 def abstract_model(config: Config, mesh: Mesh) -> loading.Model:
@@ -260,17 +315,22 @@ def _trips(config: Config, at_once: int, width: int, parts: int, per_row: int) -
     return (parts, chunks) if parts > 1 else (chunks,)
 
 
+Call = tuple[Any, tuple[Any, ...], tuple[int, ...]]  # program, arguments, rounds of its loops
+
+
 def _sampler(
     config: Config, model: loading.Model, places: states.Placement
-) -> dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]]:
+) -> tuple[dict[str, Call], float, int]:
     """Prefill of a step's prompts, and one token of all their completions.
 
+    Returns the two, the bytes of the cache on a chip, and how often a step runs through them.
     Rows are split over data and fsdp, heads of the cache over tensor, weights by the rules.
     """
     decoder, mesh = model.loaded.decoder, model.mesh
     prompts, group = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
     if config.engine.rows is not None:
         prompts = max(1, min(prompts, config.engine.rows // group))
+    waves = -(-config.rollout.prompts_per_step // prompts)
     shards = meshes.row_shards(mesh)
     prompts = -(-prompts // shards) * shards
     longest = config.data.max_prompt_tokens
@@ -299,10 +359,11 @@ def _sampler(
         decoder.step, donate_argnums=3, out_shardings=(rows, jax.tree.map(_sharding, held))
     )
     n = prompts * group
-    return {
+    calls: dict[str, Call] = {
         "prefill": (read, (weights, ints(prompts, bucket), ints(prompts)), (1,)),
         "decode": (step, (prepared, ints(n), ints(n), held), (1,)),
     }
+    return calls, shard_bytes(held), waves
 
 
 def _placed(shapes: Any, places: Any) -> Any:

@@ -151,7 +151,8 @@ def test_estimates_follow_the_table(found):
 
 def test_without_peak_numbers_nothing_is_estimated(found):
     assert found.fits is None and found.mfu is None
-    assert "ESTIMATE" not in "\n".join(plan_report.lines(found))
+    text = "\n".join(plan_report.lines(found))
+    assert "ESTIMATE of" not in text and "MFU" not in text and "at least" not in text
 
 
 def test_what_does_not_fit_says_so(found):
@@ -188,7 +189,12 @@ def test_the_json_holds_what_the_page_says(found):
     ("name", "message"),
     [
         ("v5e", "is not CHIP:SHAPE"),
-        ("h200:8", "no peak numbers of a chip 'h200' are known; there are v5e, v5p, v6e and cpu"),
+        (
+            "b300:8",
+            "no peak numbers of a chip 'b300' are known; there are v5e, v5p, h100, h200, v6e",
+        ),
+        ("h200:2x2", "GPUs of one machine have a number, as in h200x8"),
+        ("h200x8*2", "several machines cannot be planned yet"),
         ("cpu:99", "needs 99 CPU devices and there are 8; set JAX_NUM_CPU_DEVICES=99"),
     ],
 )
@@ -206,6 +212,80 @@ def test_without_the_tpu_compiler_the_extra_is_named():
         ValueError, match=r"the TPU compiler is not here .* pip install 'jax\[tpu\]'"
     ):
         chips.topology("v5e:2x2")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="the CUDA compiler is here"
+)
+def test_without_the_cuda_compiler_the_extra_is_named():
+    with pytest.raises(ValueError, match=r"the CUDA compiler is not here.*'jax\[cuda13\]'"):
+        chips.topology("h200x8")
+
+
+def test_what_stands_out_inside_programs(found):
+    """Gradients lie as parameters do; two layers keep their input; the cache is counted by hand."""
+    assert found.inside["gradients"] == found.parts["parameters"]
+    assert found.inside["cache"] == 2 * 2 * 8 * 1 * (64 + 32) * 16 * 4
+    row, mask, angles = 64 * 64 * 4, 64 * 64, 2 * 64 * 8 * 4  # of 1 row of 64 tokens, width 64
+    # Layers: 2 inputs. After them: the last output, the norm's two products and its scale; 2 norms
+    # of a token; and of the embedding, which token each was.
+    last = 3 * row + 2 * 64 * 4 + 64 * 4
+    assert found.inside["activations"] == 2 * row + mask + angles + last
+
+
+def test_a_whole_step_adds_up_its_calls(found):
+    """Two epochs of one update, two score passes, and two waves of 32 tokens."""
+    times = {"train": 1.0, "score": 0.1, "prefill": 0.01, "decode": 0.001}
+    programs = {
+        p.name: dataclasses.replace(p, seconds={"compute": times[p.name], "memory": 1e-6})
+        for p in found.programs
+    }
+    twice = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, epochs=2))
+    seconds = plan._step_seconds(twice, programs, passes=2, waves=2)
+    assert seconds == pytest.approx(2 * 1.0 + 2 * 0.1 + 2 * (0.01 + 32 * 0.001))
+    timed = dataclasses.replace(found, step_seconds=1.5, memory=found.peak * 2, source="here")
+    assert "sampling, scoring and updates: 1.50 s at least" in "\n".join(plan_report.lines(timed))
+
+
+def test_suggestions_are_compiled(found):
+    """Where all fits: more rows at a time, less recomputed, less split. Each needs what it says."""
+    made = {c.change: c.plan for c in plan_report.suggestions(CONFIG, "cpu:4", found)}
+    more = made["--rollout.micro-batch-size 2"]
+    kept = made["--model.remat dots_with_no_batch_dims_saveable"]
+    assert made.keys() == {
+        "--rollout.micro-batch-size 2",
+        "--model.remat dots_with_no_batch_dims_saveable",
+        "--mesh.fsdp 4 --mesh.tensor 1",
+    }
+    before = found.programs[0]
+    assert more.micro_rows == 2 and more.programs[0].temporaries > before.temporaries
+    assert kept.inside["activations"] > found.inside["activations"]
+    assert kept.programs[0].flops < before.flops
+    text = "\n".join(
+        plan_report.suggestion_lines(plan_report.suggestions(CONFIG, "cpu:4", found), found)
+    )
+    assert f"{more.needs(more.programs[0]) / 2**30:.2f} GiB" in text
+
+
+def test_what_does_not_fit_gets_changes_that_need_less(found, monkeypatch):
+    tried = []
+
+    def refuse(config, topology, programs):
+        assert programs == ("train",)
+        tried.append((config.rollout.micro_batch_size, config.model.remat, config.mesh.tensor))
+        raise configs.ConfigError("does not divide")
+
+    monkeypatch.setattr(plan, "make_plan", refuse)
+    large = dataclasses.replace(found, memory=1.0, micro_rows=4)
+    light = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat="none"))
+    made = plan_report.suggestions(light, "cpu:4", large)
+    assert tried == [
+        (2, "none", 2),
+        (1, "dots_with_no_batch_dims_saveable", 2),
+        (1, "none", 4),
+    ]
+    assert all("does not divide" in c.problem for c in made)
+    assert "does not divide" in "\n".join(plan_report.suggestion_lines(made, large))
 
 
 def test_an_unknown_model_names_those_that_are_known():

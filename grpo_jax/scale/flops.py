@@ -5,6 +5,10 @@
 A scan runs as often as its length says. A `while` loop does not say; the caller does, one number
 for each depth of nesting. Everything that is not a dot product is left out: on these chips it is
 not what the matrix units do.
+
+A ragged product runs each row with one matrix. Along the mesh axis `expert` a device collects the
+rows of its e neighbours and multiplies those that its own experts were chosen for: an e-th of them
+on average, and that is what is counted.
 """
 
 import math
@@ -25,24 +29,36 @@ def count(closed: Any, *, while_trips: Sequence[int] = (1,)) -> float:
     return _count(closed.jaxpr, while_trips)
 
 
-def _count(jaxpr: Jaxpr, trips: Sequence[int]) -> float:
-    return sum(_one(eqn, trips) for eqn in jaxpr.eqns)
+def _count(jaxpr: Jaxpr, trips: Sequence[int], parts: int = 1) -> float:
+    return sum(_one(eqn, trips, parts) for eqn in jaxpr.eqns)
 
 
-def _one(eqn: Any, trips: Sequence[int]) -> float:
+def _one(eqn: Any, trips: Sequence[int], parts: int) -> float:
     name, params = eqn.primitive.name, eqn.params
+    if name == "ragged_dot_general":
+        return _ragged(eqn) / parts
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
     if name == "while":
-        return trips[0] * _count(params["body_jaxpr"].jaxpr, trips[1:] or trips)
+        return trips[0] * _count(params["body_jaxpr"].jaxpr, trips[1:] or trips, parts)
     if name == "cond":
-        return max(_count(branch.jaxpr, trips) for branch in params["branches"])
+        return max(_count(branch.jaxpr, trips, parts) for branch in params["branches"])
     times = params["length"] if name == "scan" else 1
     if name == "shard_map":  # inside, the shapes are those of one device
-        times = math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
-    return times * sum(_count(jaxpr, trips) for jaxpr in _inner(params))
+        sizes = {axis: params["mesh"].shape[axis] for axis in params["newly_manual_axes"]}
+        times, parts = math.prod(sizes.values()), sizes.get("expert", 1)
+    return times * sum(_count(jaxpr, trips, parts) for jaxpr in _inner(params))
+
+
+def _ragged(eqn: Any) -> float:
+    """2 · rows · in · out: over experts of the right side, or, in a gradient, of the result."""
+    dimensions = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dimensions.dot_dimension_numbers
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    products = 2.0 * math.prod(out) * math.prod(shape[d] for d in contracted)
+    return products if dimensions.rhs_group_dimensions else products / out[0]
 
 
 def _inner(params: dict[str, Any]) -> list[Jaxpr]:

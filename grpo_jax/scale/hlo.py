@@ -151,6 +151,8 @@ class _Walker:
                 self.flops += times * dot_flops(one, inside)
             elif one.opcode == "convolution":
                 self.flops += times * convolution_flops(one, inside)
+            elif one.opcode == "custom-call":
+                self.flops += times * kernel_flops(one, inside, self._mesh.get("expert", 1))
             elif one.opcode.removesuffix("-start") in COLLECTIVES:
                 self._collective(one, inside, name, times)
             if one.opcode == "while":
@@ -343,6 +345,24 @@ def dot_flops(one: Instruction, inside: Mapping[str, Instruction]) -> float:
     output = math.prod(shapes(one.type)[0][1])
     dims = [int(d) for d in contracted[1].split(",") if d] if contracted else []
     return 2.0 * output * math.prod(left[d] for d in dims)
+
+
+def kernel_flops(one: Instruction, inside: Mapping[str, Instruction], experts: int) -> float:
+    """Products of library calls: cuBLAS on NVIDIA, and the ragged product of the TPU compiler.
+
+    A ragged product is given the rows of all `experts` neighbours and does its own, see `flops`.
+    """
+    out = shapes(one.type)
+    if '"__cublas$' in one.rest:
+        contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', one.rest)
+        left = shapes(inside[one.operands[0]].type)[0][1]
+        dims = [int(d) for d in re.findall(r"\d+", contracted[1])] if contracted else []
+        return 2.0 * math.prod(out[0][1]) * math.prod(left[d] for d in dims)
+    if not one.name.startswith("ragged-dot") or one.type.startswith("("):
+        return 0.0
+    rows, width = shapes(inside[one.operands[-2]].type)[0][1]
+    *_, a, b = out[0][1]
+    return 2.0 * rows * (width if len(out[0][1]) == 2 else a) * b / experts
 
 
 def convolution_flops(one: Instruction, inside: Mapping[str, Instruction]) -> float:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from grpo_jax.models import presets, transformer
 from grpo_jax.scale import flops, hlo
 from grpo_jax.scale.mesh import MeshConfig, make_mesh
+from grpo_jax.train import step
 
 L, N, D = 6, 32, 64
 
@@ -224,6 +226,59 @@ def test_convolutions_stand_for_products(batched):
     one = hlo._instruction(line)
     assert one is not None
     assert hlo.convolution_flops(one, inside) == expected
+
+
+def test_a_ragged_product_runs_each_row_once():
+    """Forward, and its two gradients, for 24 rows over 4 experts of [5, 7]."""
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+
+    def product(x, w, counts):
+        return jax.lax.ragged_dot_general(x, w, counts, numbers)
+
+    x, w, counts = jnp.zeros((24, 7)), jnp.zeros((4, 5, 7)), jnp.array([6, 6, 6, 6])
+    once = 2 * 24 * 5 * 7
+    assert flops.count(jax.make_jaxpr(product)(x, w, counts)) == once
+    both = jax.grad(lambda x, w: product(x, w, counts).sum(), (0, 1))
+    assert flops.count(jax.make_jaxpr(both)(x, w)) == 3 * once
+
+
+def test_along_the_expert_axis_each_device_does_its_part_of_the_rows():
+    """All devices together run each of 8 × 16 tokens through its 2 experts once."""
+    shape = presets.preset(
+        "tiny", num_experts=4, experts_per_token=2, expert_size=8, normalize_experts=True
+    )
+    ids = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    found = []
+    for config in (MeshConfig(), MeshConfig(fsdp=2, expert=4), MeshConfig(fsdp=4, tensor=2)):
+        hidden = step.rows_stay(transformer.policy_for(shape), make_mesh(config)).hidden
+        traced = jax.make_jaxpr(hidden)(transformer.abstract_params(shape), ids, ids, ids)
+        found.append(flops.count(traced))
+    dense = 2 * 128 * (2 * 64 * 64 + 2 * 64 * 32 + 64 * 4) + 4 * 128 * 16 * 64
+    mixed = (
+        2 * 128 * 2 * 64
+    )  # the sum over a token's experts, which every neighbour makes a part of
+    assert found[0] == 2 * (dense + 2 * 128 * 2 * 3 * 64 * 8 + mixed) + 2 * 128 * 8
+    assert [f - found[0] for f in found[1:]] == [2 * 3 * mixed, 2 * mixed]
+
+
+def test_library_calls_are_products_too():
+    """cuBLAS says what it contracts; the TPU compiler's ragged product is known by its name."""
+    inside = {
+        name: hlo.Instruction(name, kind, "parameter", [], "0", "")
+        for name, kind in {"a": "bf16[16,64]", "b": "bf16[64,32]", "w": "bf16[4,64,32]"}.items()
+    }
+    lines = {
+        "  %g = (bf16[16,32]{1,0}, s8[4]{0}) custom-call(%a, %b), "
+        'custom_call_target="__cublas$gemm", backend_config={"dot_dimension_numbers":'
+        '{"lhs_contracting_dimensions":["1"]}}': 1,
+        "  %ragged-dot-none.1 = bf16[16,32]{1,0} custom-call(%a, %w), "
+        'custom_call_target="tpu_custom_call"': 1 / 2,
+        '  %c = bf16[16,32]{1,0} custom-call(%a), custom_call_target="AllocateBuffer"': 0,
+    }
+    for line, share in lines.items():
+        one = hlo._instruction(line)
+        assert one is not None
+        assert hlo.kernel_flops(one, inside, 2) == share * 2 * 16 * 64 * 32
 
 
 def test_sizes_of_types():
