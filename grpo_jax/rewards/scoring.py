@@ -27,6 +27,7 @@ import numpy as np
 from grpo_jax.data.prompts import MASK_SAMPLE, Example
 from grpo_jax.rewards import worker
 from grpo_jax.rewards.verdicts import TextSpan, Verdict
+from grpo_jax.scale import multihost
 
 _LOG = logging.getLogger(__name__)
 _INLINE = {"exact_match", "length"}  # linear in the text, when nothing is extracted
@@ -238,7 +239,9 @@ class Scorer:
                 process.take(jobs, samples)
         for i, function in self._local.items():
             for row, sample in enumerate(samples):
-                yield i, row, *worker.evaluate(function, sample, None)
+                with multihost.watched(f"reward {self._config.components[i].column!r}"):
+                    answer = worker.evaluate(function, sample, None)
+                yield i, row, *answer
         while any(process.job for process in self._workers):
             for process in self._finished():
                 assert process.job is not None

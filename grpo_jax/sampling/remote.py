@@ -120,7 +120,10 @@ class RemoteEngine:
             with make_client(self.config) as client:
                 return self._ask_all(client, requests, group_size, sampling)
 
-        parts = multihost.all_succeed(ask, "the serving engine")
+        # As long as another process may try: a wait that ends before would hide what went wrong.
+        tries = self.config.retries + 1
+        patience = tries * (self.config.timeout + self.config.backoff * 2**self.config.retries)
+        parts = multihost.all_succeed(ask, "the serving engine", limit=patience)
         groups = [group for part in parts for group in part]
         return _lay_out(prompts, [row for group in groups for row in group], self._pad_id)
 

@@ -217,6 +217,8 @@ class _Walker:
         sizes = [_width(dtype) * math.prod(dims) for dtype, dims in shapes(one.type)]
         both = one.opcode in ("all-gather-start", "collective-permute-start")
         whole = max(sizes) if both else sum(sizes)  # a start's type holds operand and result
+        if one.opcode == "reduce-scatter-start":  # n parts and one
+            whole /= 1 + (groups.shape[1] if groups is not None else 0)
         if _is_later_piece(one, inside):
             return
         if "all-reduce-scatter" in name:  # how the TPU compiler writes a reduce-scatter

@@ -7,7 +7,8 @@ processes in the same order.
 
 A process that dies is noticed by JAX's coordination service after `heartbeat_limit` seconds (or at
 once, where the collective itself fails), and one that does not arrive at an exchange after
-`wait_limit`; either way every process of the job ends with a message.
+`wait_limit`; either way every process of the job ends with a message. A reward that hangs inside a
+process is noticed there, after `hang_limit`: that process ends, and the others notice its death.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import itertools
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -40,11 +42,14 @@ class ProcessesConfig:
     # these that the environment shows; none = this process is alone
     cluster: Cluster = "auto"
     start_limit: float = 300.0  # seconds until all processes must have arrived
-    heartbeat_limit: float = 30.0  # seconds of silence after which a process counts as dead
+    heartbeat_limit: float = 20.0  # seconds of silence after which a process counts as dead
+    # seconds that one reward may take inside a process of a job (reward.workers = 0; workers have
+    # reward.clock_limit); together with heartbeat_limit the time until a job that hangs has ended
+    hang_limit: float = 35.0
     wait_limit: float = 600.0  # seconds to wait for another process, its rewards included
 
     def __post_init__(self):
-        for name in ("start_limit", "heartbeat_limit", "wait_limit"):
+        for name in ("start_limit", "heartbeat_limit", "hang_limit", "wait_limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1 second")
 
@@ -94,7 +99,7 @@ def job(config: ProcessesConfig) -> Iterator[None]:
     cluster = detect(config, os.environ, bool(running_in_cloud_tpu_vm))
     if cluster != "none" and not jax.distributed.is_initialized():
         _join(cluster, config)
-    _LIMIT[0] = config.wait_limit
+    _LIMIT[0], _HANG[0] = config.wait_limit, config.hang_limit
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -105,7 +110,8 @@ def job(config: ProcessesConfig) -> Iterator[None]:
             "another process of the job has ended, and its own message says why"
         ) from error
     if jax.distributed.is_initialized():
-        everyone(None, "the end of the run")
+        # Process 0 may write an export for hours; if it dies, the heartbeat tells.
+        everyone(None, "the end of the run", limit=86_400.0)
         jax.distributed.shutdown()
 
 
@@ -155,51 +161,52 @@ def is_main() -> bool:
 # What JAX says when the other end is gone; the type of the error differs from place to place.
 _LOST = re.compile(r"Gloo|NCCL|heartbeat|Connection (reset|closed|refused)|CoordinationService")
 _NUMBERS = itertools.count()
-_LIMIT = [ProcessesConfig.wait_limit]
+_LIMIT, _HANG = [ProcessesConfig.wait_limit], [ProcessesConfig.hang_limit]
 
 
-def everyone(value: T, what: str) -> list[T]:
+def everyone(value: T, what: str, limit: float = 0.0) -> list[T]:
     """Exchange one object a process.
 
     Args:
       value: anything that can be pickled.
       what: names the exchange in errors.
+      limit: seconds to wait, where that is longer than `wait_limit`.
 
     Returns:
       The objects of all processes, in their order.
 
     Raises:
-      RuntimeError: a process did not come within `wait_limit` seconds.
+      RuntimeError: a process did not come in time.
     """
     if count() == 1:
         return [value]
-    _meet(what)
+    _meet(what, max(limit, _LIMIT[0]))
     return processes.gather(value)
 
 
-def _meet(what: str) -> None:
+def _meet(what: str, limit: float) -> None:
     """Wait for all processes, but not for ever: a collective would."""
     from jax._src import distributed  # its barrier is the only one that can time out
 
     client = distributed.global_state.client
     assert client is not None
     try:
-        client.wait_at_barrier(f"grpo_jax_{next(_NUMBERS)}", int(_LIMIT[0] * 1000))
+        client.wait_at_barrier(f"grpo_jax_{next(_NUMBERS)}", int(limit * 1000))
     except Exception as error:
         raise RuntimeError(
-            f"process {index()} of {count()} waited for the others at {what}: {_who(error)}"
+            f"process {index()} of {count()} waited for the others at {what}: {_who(error, limit)}"
         ) from error
 
 
-def _who(error: Exception) -> str:
+def _who(error: Exception, limit: float) -> str:
     """What the coordination service says of those who are missing, in one line."""
     text = str(error)
     if "DEADLINE_EXCEEDED" not in text:
         return _first_line(error)
     names = text.partition("timed out task names:")[2].partition("RPC:")[0].split()
     return (
-        f"process {', '.join(names) or '?'} did not arrive within processes.wait_limit = "
-        f"{_LIMIT[0]:.0f} s; it hangs, for example in a reward, or needs a higher limit"
+        f"process {', '.join(names) or '?'} did not arrive within {limit:.0f} s "
+        "(processes.wait_limit); it hangs, or needs a higher limit"
     )
 
 
@@ -210,8 +217,38 @@ class _Failure:
         self.kind, self.text = type(error).__name__, str(error)
 
 
-def all_succeed(make: Callable[[], T], what: str) -> list[T]:
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """End this process of a job, with a message, if what happens inside exceeds `hang_limit`.
+
+    The others notice that it is gone. A process that is alone may take its time.
+    """
+    if count() == 1:
+        yield
+        return
+    timer = threading.Timer(_HANG[0], _hung, (what,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _hung(what: str) -> NoReturn:
+    print(
+        f"grpo-jax: process {index()} of {count()}: {what} takes longer than processes.hang_limit "
+        f"= {_HANG[0]:.0f} s, so this job ends; reward.workers > 0 interrupts such a reward and "
+        "goes on, a higher limit waits longer",
+        file=sys.stderr,
+    )
+    _end(1)
+
+
+def all_succeed(make: Callable[[], T], what: str, limit: float = 0.0) -> list[T]:
     """Run `make` in every process and exchange the results; one error is the error of all.
+
+    `limit` is that of `everyone`.
 
     Raises:
       Exception: what `make` raised here; or RuntimeError, naming the process where it did.
@@ -221,9 +258,9 @@ def all_succeed(make: Callable[[], T], what: str) -> list[T]:
     try:
         mine: Any = make()
     except Exception as error:
-        everyone(_Failure(error), what)
+        everyone(_Failure(error), what, limit)
         raise
-    results = everyone(mine, what)
+    results = everyone(mine, what, limit)
     _raise_failures(results, what)
     return results
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from grpo_jax.scale.multihost import ProcessesConfig
 from tests.e2e.conftest import changed, finish, start
 from tests.e2e.test_train_command import metrics, wait_for
 
@@ -146,12 +147,20 @@ def test_a_reward_that_hangs_in_one_process_ends_all(config, tmp_path):
     config = changed(
         config,
         reward={"components": [{"kind": f"{Path(__file__).parent}/hanging_reward.py:score"}]},
-        processes={"wait_limit": 5.0},
+        processes={"hang_limit": 3.0, "heartbeat_limit": 5.0},
     )
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    results = finish_job(
-        start_job(2, "train", path, "--run.dir", tmp_path / "run", HANGS_IN="1"), timeout=120
+    job = start_job(2, "train", path, "--run.dir", tmp_path / "run", HANGS_IN="1")
+    results = finish_job(job, timeout=120)
+    assert all(status not in (0, 75) for status, _ in results), results
+    assert (
+        "process 1 of 2: reward 'score' takes longer than processes.hang_limit = 3 s"
+        in (results[1][1])
     )
-    assert all(status != 0 for status, _ in results), results
-    assert "waited for the others at the rewards: process 1 did not arrive" in results[0][1]
+    assert "another process of the job has ended" in results[0][1] or "heartbeat" in results[0][1]
+
+
+def test_the_default_limits_end_a_job_that_hangs_within_a_minute():
+    default = ProcessesConfig()
+    assert default.hang_limit + default.heartbeat_limit < 60
