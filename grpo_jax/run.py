@@ -1,5 +1,6 @@
 """The commands: build everything a config names, run it, say what happened."""
 
+import dataclasses
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from grpo_jax.scale import multihost
 from grpo_jax.train import checkpoint as checkpointing
 from grpo_jax.train import evaluate, folder, loop, reporting, rollout
 from grpo_jax.train import state as states
+from grpo_jax.train.checkpoint import CheckpointConfig
 from grpo_jax.train.state import TrainState
 
 MAY_CHANGE = (
@@ -39,7 +41,7 @@ MAY_CHANGE = (
     "run.profile_steps",
     "run.max_nonfinite",
     "report.",
-    "checkpoint.",
+    *(f"checkpoint.{f.name}" for f in dataclasses.fields(CheckpointConfig) if f.name != "dir"),
     "reward.workers",
     "processes.",
     "engine.remote.",
@@ -74,7 +76,9 @@ def _train(config: Config, console: Console) -> int:
         console.print(f"[yellow]warning:[/yellow] {warning}")
     place = Path(config.run.dir)
     plan = multihost.from_main(
-        lambda: folder.plan(place, config.run.resume, _changed_keys(place, config)),
+        lambda: folder.plan(
+            *(place, config.run.resume, _changed_keys(place, config)), config.checkpoint.dir
+        ),
         "the run folder",
     )
     console.print(plan.said)
@@ -118,7 +122,7 @@ def _set_up(config: Config, console: Console, scorer: Scorer, plan: folder.Plan)
     # What can be refused was refused above.
     multihost.from_main(lambda: folder.prepare(place, plan, configs.dump(config)), "the run folder")
     checkpointer = checkpointing.Checkpointer(
-        place / folder.CHECKPOINTS,
+        folder.checkpoints_of(place, config.checkpoint.dir),
         config.checkpoint,
         say=lambda line: console.print(line, markup=False),
     )
@@ -472,7 +476,10 @@ def _restored(model: loading.Model, config: Config, run: str, step: Step) -> tup
     shapes = states.abstract(model.trained, opt.transform)
     places = model.places(model.trained, opt.transform)
     with checkpointing.Checkpointer(
-        Path(run) / folder.CHECKPOINTS, config.checkpoint, say=print, read_only=True
+        folder.checkpoints_of(Path(run), config.checkpoint.dir),
+        config.checkpoint,
+        say=print,
+        read_only=True,
     ) as checkpointer:
         if step == "best":
             step = checkpointer.best_step()

@@ -131,7 +131,9 @@ def topology(name: str) -> Topology:
 
 def _tpus(name: str, kind: str, shape: str, slices: int) -> tuple[Any, ...]:
     try:
-        several = {} if slices == 1 else {"num_slices": slices}
+        several: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
+        if math.prod(map(int, shape.split("x"))) == 1:
+            several["chips_per_host_bounds"] = (1, 1, 1)  # else a host has four chips
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{kind}:{shape}", **several
         )

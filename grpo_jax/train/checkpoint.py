@@ -16,13 +16,13 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 
 from grpo_jax.scale import rules
@@ -40,6 +40,8 @@ class CheckpointError(RuntimeError):
 class CheckpointConfig:
     """When to save, and what to keep."""
 
+    # folder of the checkpoints, local or gs://bucket/...; null = checkpoints/ in the run folder
+    dir: str | None = None
     every: int = 10  # steps between checkpoints; 0 saves at the end only
     keep: int = 2  # newest checkpoints to keep
     keep_best: int = 0  # best checkpoints to keep besides, by `metric`
@@ -73,7 +75,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: epath.PathLike,
         config: CheckpointConfig,
         *,
         say: Callable[[str], Any] | None = None,
@@ -82,19 +84,19 @@ class Checkpointer:
         """Open a folder, and make it if it is not there.
 
         Args:
-          folder: where the checkpoints live.
+          folder: where the checkpoints live; anything that `etils.epath` opens, `gs://` too.
           config: when to save and what to keep.
           read_only: look, and leave everything as it is; a run may be writing there right now.
           say: told about everything unusual, a line each. Default: this module's logger.
         """
         _silence_orbax()
-        self.folder, self.config, self._read_only = Path(folder).absolute(), config, read_only
+        self.folder, self.config, self._read_only = _absolute(folder), config, read_only
         self.failures: list[tuple[int, str]] = []
         self._say = say or logging.getLogger(__name__).warning
         self._saving: int | None = None
         self._complete = True  # the last save
         self._scores: dict[int, float | None] = {}
-        unfinished = [] if read_only else self.folder.glob(f"*{_TEMPORARY}*")
+        unfinished = [] if read_only else _unfinished(self.folder)
         for name in sorted(path.name for path in unfinished):
             self._say(f"checkpoint {name.split('.')[0]} was never finished; it is removed")
         self._manager = self._open()
@@ -200,14 +202,15 @@ class Checkpointer:
         with contextlib.suppress(Exception):  # it may repeat the failure
             self._manager.close()
         if jax.process_index() == 0:
-            for leftover in self.folder.glob(f"{step}{_TEMPORARY}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in _unfinished(self.folder):
+                if leftover.name.startswith(f"{step}."):
+                    with contextlib.suppress(OSError):
+                        leftover.rmtree()
         self._manager = self._open()
         last = self.latest_step()
         kept = "there is no earlier one" if last is None else f"the one of step {last} is complete"
         self._say(
-            f"checkpoint {step} could not be written ({reason}); {kept}. "
-            f"Free space is {shutil.disk_usage(self.folder).free / 1e9:.1f} GB in {self.folder}"
+            f"checkpoint {step} could not be written ({reason}); {kept}. {_space(self.folder)}"
         )
 
     def restore(self, target: TrainState, step: int | None = None) -> Restored | None:
@@ -275,7 +278,7 @@ class Checkpointer:
                 continue
             if jax.process_index() == 0:
                 place = self.folder / f"damaged_{step}"
-                shutil.rmtree(place, ignore_errors=True)
+                place.rmtree(missing_ok=True)
                 (self.folder / str(step)).rename(place)
             self._scores.pop(step, None)
         if damaged and not self._read_only:
@@ -301,6 +304,24 @@ class Checkpointer:
         if value is None or math.isnan(value):
             return None
         return value if self.config.higher_is_better else -value
+
+
+def _absolute(folder: epath.PathLike) -> epath.Path:
+    """A path that holds wherever we stand; one in a bucket does already."""
+    path = epath.Path(folder)
+    return path if "://" in str(path) else path.absolute()
+
+
+def _unfinished(folder: epath.Path) -> list[epath.Path]:
+    """What saves that were cut off have left behind."""
+    return list(folder.glob(f"*{_TEMPORARY}*")) if folder.exists() else []
+
+
+def _space(folder: epath.Path) -> str:
+    """How much room there is, where somebody can say it."""
+    if "://" in str(folder):
+        return f"The folder is {folder}"
+    return f"Free space is {shutil.disk_usage(folder).free / 1e9:.1f} GB in {folder}"
 
 
 def rank(scores: Mapping[int, float | None]) -> list[int]:
@@ -345,7 +366,7 @@ def _parts(state: TrainState) -> dict[str, TrainState]:
     return {"state": policy} if state.critic is None else {"state": policy, "critic": state.critic}
 
 
-def _check_layout(saved: Mapping[str, Any], target: TrainState, where: Path) -> None:
+def _check_layout(saved: Mapping[str, Any], target: TrainState, where: epath.Path) -> None:
     """Refuse a checkpoint of something else, naming the first difference."""
     wanted = _layout(target)
     if target.critic is None:  # whoever wants the policy alone may have it

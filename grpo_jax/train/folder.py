@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from etils import epath
+
 CONFIG, RESULT, CHECKPOINTS = "config.yaml", "result.json", "checkpoints"
 
 
@@ -20,6 +22,7 @@ def plan(
     folder: Path,
     resume: Literal["auto", "never"],
     changed: Mapping[str, tuple[Any, Any]],
+    checkpoints: epath.PathLike | None = None,
 ) -> Plan:
     """Decide between starting and resuming; nothing is touched yet.
 
@@ -27,10 +30,33 @@ def plan(
       folder: the run folder.
       resume: "never" always starts.
       changed: key -> (value of the run in the folder, value now), keys that matter for resuming.
+      checkpoints: where the run's checkpoints are, if not in its folder.
 
     Raises:
-      ValueError: there is an unfinished run with another configuration.
+      ValueError: there is an unfinished run with another configuration, or checkpoints elsewhere
+        that a new run would mix with its own.
     """
+    chosen = _plan(folder, resume, changed, checkpoints_of(folder, checkpoints))
+    if checkpoints is not None and chosen.action == "start":
+        if has_checkpoint(epath.Path(checkpoints)):
+            raise ValueError(
+                f"checkpoint.dir = {str(checkpoints)!r} holds checkpoints of another run, and "
+                f"{folder} is to start a new one; name another folder, or move them away"
+            )
+    return chosen
+
+
+def checkpoints_of(folder: Path, checkpoints: epath.PathLike | None) -> epath.Path:
+    """Where the checkpoints of a run are: in its folder, unless the config says otherwise."""
+    return epath.Path(folder / CHECKPOINTS if checkpoints is None else checkpoints)
+
+
+def _plan(
+    folder: Path,
+    resume: Literal["auto", "never"],
+    changed: Mapping[str, tuple[Any, Any]],
+    checkpoints: epath.Path,
+) -> Plan:
     if not (folder / CONFIG).exists():
         return Plan("start", f"starting a new run in {folder}")
     if (folder / RESULT).exists() or resume == "never":
@@ -38,7 +64,7 @@ def plan(
         aside = _free_name(folder)
         said = f"{folder} holds {state}, which moves to {aside}; starting a new one"
         return Plan("start", said, aside)
-    if not has_checkpoint(folder):
+    if not has_checkpoint(checkpoints) and "checkpoint.dir" not in changed:
         aside = _free_name(folder)
         said = f"the run in {folder} had saved nothing yet (it moves to {aside}); starting it again"
         return Plan("start", said, aside)
@@ -60,9 +86,9 @@ def prepare(folder: Path, chosen: Plan, config: str) -> None:
     (folder / CONFIG).write_text(config)
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Say whether anything in the folder looks like a complete checkpoint."""
-    return any(p.name.isdigit() for p in (folder / CHECKPOINTS).glob("*"))
+def has_checkpoint(folder: epath.Path) -> bool:
+    """Say whether anything in a folder of checkpoints looks like a complete one."""
+    return folder.exists() and any(path.name.isdigit() for path in folder.iterdir())
 
 
 def finish(folder: Path, result: Mapping[str, Any]) -> None:

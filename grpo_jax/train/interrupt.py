@@ -1,7 +1,9 @@
-"""Ctrl-C and SIGTERM ask for a clean end: the step in hand is finished and saved first."""
+"""Ctrl-C, SIGTERM and the platform's notice ask for a clean end: finish the step, then save."""
 
 import signal
 from types import FrameType
+
+from grpo_jax.scale import notice
 
 
 class Interrupt:
@@ -16,19 +18,27 @@ class Interrupt:
         self.requested: str | None = None
         self._say = say
         self._before: dict[int, object] = {}
+        self._watch: notice.Watch | None = None
 
     def __enter__(self) -> "Interrupt":
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
+        self._watch = notice.watch(self._ask)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._watch is not None:
+            self._watch.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.requested is not None:
+        # SIGTERM follows the platform's notice, and must not cut off the save that it began.
+        if self.requested not in (None, notice.NOTICE):
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
-        self._say(f"{self.requested}: finishing this step, then saving. Once more ends at once.")
+        self._ask(signal.Signals(number).name)
+
+    def _ask(self, name: str) -> None:
+        self.requested = name
+        self._say(f"{name}: finishing this step, then saving. One more signal ends at once.")

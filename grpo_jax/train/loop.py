@@ -19,7 +19,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import RolloutEngine
 from grpo_jax.sampling.generate import SamplingConfig
-from grpo_jax.scale import chips, multihost
+from grpo_jax.scale import chips, multihost, notice
 from grpo_jax.scale.processes import Gather
 from grpo_jax.train import critic as critics
 from grpo_jax.train import evaluate as evaluating
@@ -157,7 +157,7 @@ def train(
 def _asked(interrupt: Interrupt) -> Literal["interrupted", "preempted"] | None:
     """Why the run is to end now, if any process was asked: all end after the same step."""
     asked = multihost.everyone(interrupt.requested, "the end of a step")
-    if "SIGTERM" in asked:
+    if {"SIGTERM", notice.NOTICE} & set(asked):
         return "preempted"
     return "interrupted" if any(asked) else None
 

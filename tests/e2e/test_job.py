@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from grpo_jax.scale.multihost import ProcessesConfig
 from tests.e2e.conftest import changed, finish, start
 from tests.e2e.test_train_command import metrics, wait_for
+from tests.scale.test_notice import Metadata
 
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiling is most of what these tests do
 
@@ -113,15 +114,22 @@ def test_a_job_of_processes_trains_as_one_does(single, tiny_folder, tmp_path, co
 
 
 def test_a_preempted_job_goes_on_with_another_number_of_processes(single, tiny_folder, tmp_path):
-    """SIGTERM to one process of two; all save after the same step; one process ends the run."""
+    """The platform gives notice; all save after the same step; one process ends the run.
+
+    Then SIGTERM to one of two, as a notice is followed by it: both end as they would have.
+    """
     reference, path = single
-    folder = tmp_path / "run"
-    job = start_job(2, "train", path, "--run.dir", folder, REWARD_SECONDS="0.1")
+    folder, server = tmp_path / "run", Metadata()
+    more = {"REWARD_SECONDS": "0.1", "GCE_METADATA_HOST": server.host}
+    job = start_job(2, "train", path, "--run.dir", folder, **more)
     wait_for(lambda: any(row["step"] >= 1 for row in metrics(folder)))
+    server.values["preempted"] = "TRUE"
     job[1].send_signal(signal.SIGTERM)
     results = finish_job(job)
     assert [status for status, _ in results] == [75, 75], results
     assert "preempted, saved after step" in results[0][1]
+    server.shutdown()
+    server.server_close()
 
     status, output = finish(start("train", path, "--run.dir", folder, **QUICK))
     assert status == 0 and "resuming the unfinished run" in output, output

@@ -50,4 +50,4 @@ def test_an_old_run_moves_aside_and_only_when_the_new_one_begins(run, finished):
     folder.prepare(run, plan, "new")
     assert (run.parent / "run.old-2" / folder.CONFIG).read_text() == "old"
     assert (run / folder.CONFIG).read_text() == "new"
-    assert not folder.has_checkpoint(run)
+    assert not folder.has_checkpoint(folder.checkpoints_of(run, None))
