@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,29 +139,13 @@ def make_plan(config: Config, topology: str, programs: Sequence[str] = PROGRAMS)
         )
     target = chips.topology(topology)
     mesh = meshes.make_mesh(config.mesh, target.devices)
-    model = abstract_model(config, mesh)
-    opt = build.build_optimizer(config)  # a frozen router does not decay
-    shapes = states.abstract(model.loaded.params, opt.transform)
-    places = model.places(model.loaded.params, opt.transform, say=loading.quiet)
-    state = states.targets(shapes, places)
-    layout = build.build_layout(config, model)
-    compiled = build.policy_steps(config, model, opt, places)
-    rows = config.rollout.rows // config.rollout.updates_per_rollout
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    width = trajectories.bucket_length(longest, config.rollout.length_multiple)
-    if config.packing.enabled:
-        width = config.packing.row_length
-        rows = _packed_rows(config, layout, longest, rows)
-    at_once, parts = layout.rows_at_once(width), layout.micro_batches(rows, width)
-    per_row = _sequences_per_row(config, longest) if config.packing.enabled else 1
-    trips = _trips(config, at_once, width, parts, per_row)
-    batch = abstract_batch(rows, width, mesh, compiled)
-    number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(mesh))
-    counts = Counts(tokens=number, sequences=number, positives=number)
+    work = updates(config, mesh)
+    model, compiled, trips = work.model, work.steps, work.trips
+    state, batch = work.state, work.batch
     score = compiled.previous or compiled.reference or compiled.current
-    sampler, cache_bytes, waves = _sampler(config, model, places)
+    sampler, cache_bytes, waves = _sampler(config, model, work.places)
     wanted = {
-        "train": (compiled.train, (state, batch, counts), trips),
+        "train": (compiled.train, (state, batch, work.counts), trips),
         "score": (score, (state.params, batch), trips),
         **sampler,
     }
@@ -187,14 +171,14 @@ def make_plan(config: Config, topology: str, programs: Sequence[str] = PROGRAMS)
         topology=topology,
         chips=len(target.devices),
         mesh=dict(mesh.shape),
-        rows=rows,
-        width=width,
-        micro_rows=at_once,
-        micro_batches=parts,
+        rows=batch.tokens.shape[0],
+        width=batch.tokens.shape[1],
+        micro_rows=work.rows_at_once,
+        micro_batches=work.micro_batches,
         parts=resident,
         inside={
             "gradients": resident["parameters"],
-            "activations": kept_activations(model, at_once, width),
+            "activations": kept_activations(model, work.rows_at_once, batch.tokens.shape[1]),
             "cache": cache_bytes,
         },
         memory=None if chip is None else chip.memory,
@@ -204,6 +188,44 @@ def make_plan(config: Config, topology: str, programs: Sequence[str] = PROGRAMS)
         step_seconds=step_seconds,
         source=None if chip is None else chip.source,
     )
+
+
+class Work(NamedTuple):
+    """What the programs of an update are compiled with: shapes and places, no numbers."""
+
+    model: loading.Model
+    places: states.Placement
+    steps: build.PolicySteps
+    state: states.TrainState
+    batch: Batch
+    counts: Counts
+    trips: tuple[int, ...]  # rounds of the loops that end with the data
+    rows_at_once: int  # on a device
+    micro_batches: int
+
+
+def updates(config: Config, mesh: Mesh) -> Work:
+    """Shapes and places of what train and score step of a config are called with on a mesh."""
+    model = abstract_model(config, mesh)
+    opt = build.build_optimizer(config)  # a frozen router does not decay
+    shapes = states.abstract(model.loaded.params, opt.transform)
+    places = model.places(model.loaded.params, opt.transform, say=loading.quiet)
+    state = states.targets(shapes, places)
+    layout = build.build_layout(config, model)
+    compiled = build.policy_steps(config, model, opt, places)
+    rows = config.rollout.rows // config.rollout.updates_per_rollout
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    width = trajectories.bucket_length(longest, config.rollout.length_multiple)
+    if config.packing.enabled:
+        width = config.packing.row_length
+        rows = _packed_rows(config, layout, longest, rows)
+    at_once, parts = layout.rows_at_once(width), layout.micro_batches(rows, width)
+    per_row = _sequences_per_row(config, longest) if config.packing.enabled else 1
+    trips = _trips(config, at_once, width, parts, per_row)
+    batch = abstract_batch(rows, width, mesh, compiled)
+    number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=rules.replicated(mesh))
+    counts = Counts(tokens=number, sequences=number, positives=number)
+    return Work(model, places, compiled, state, batch, counts, trips, at_once, parts)
 
 
 def _step_seconds(
@@ -233,7 +255,7 @@ def kept_activations(model: loading.Model, rows: int, width: int) -> float:
     hidden = jax.jit(model.loaded.policy.hidden)
     shapes = model.loaded.params
     found = saved_residuals(lambda p, t, at, s: hidden(p, t, at, s), shapes, ids, ids, ids)
-    kept = [aval for aval, origin in found if not origin.startswith("from the argument")]
+    kept: list[Any] = [aval for aval, origin in found if not origin.startswith("from the argument")]
     parts = model.mesh.shape["context"]
     return float(sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)) / parts
 
