@@ -111,6 +111,7 @@ _HELD = {
 }
 
 
+Call = tuple[Any, tuple[Any, ...], tuple[int, ...]]  # program, arguments, rounds of its loops
 PROGRAMS = ("train", "score", "prefill", "decode")
 
 
@@ -144,14 +145,13 @@ def make_plan(config: Config, topology: str, programs: Sequence[str] = PROGRAMS)
     state, batch = work.state, work.batch
     score = compiled.previous or compiled.reference or compiled.current
     sampler, cache_bytes, waves = _sampler(config, model, work.places)
-    wanted = {
+    wanted: dict[str, Call] = {
         "train": (compiled.train, (state, batch, work.counts), trips),
         "score": (score, (state.params, batch), trips),
         **sampler,
     }
-    reports = [
-        _compile(name, *wanted[name], mesh, target.chip) for name in PROGRAMS if name in programs
-    ]
+    calls = {name: wanted[name] for name in PROGRAMS if name in programs}
+    reports = [_compile(name, call, mesh, target.chip) for name, call in calls.items()]
     resident = {
         "parameters": shard_bytes(state.params),
         "optimizer": shard_bytes(state.opt_state),
@@ -337,9 +337,6 @@ def _trips(config: Config, at_once: int, width: int, parts: int, per_row: int) -
     return (parts, chunks) if parts > 1 else (chunks,)
 
 
-Call = tuple[Any, tuple[Any, ...], tuple[int, ...]]  # program, arguments, rounds of its loops
-
-
 def _sampler(
     config: Config, model: loading.Model, places: states.Placement
 ) -> tuple[dict[str, Call], float, int]:
@@ -415,15 +412,9 @@ def shard_bytes(tree: Any) -> float:
     )
 
 
-def _compile(
-    name: str,
-    program: Any,
-    arguments: tuple[Any, ...],
-    trips: tuple[int, ...],
-    mesh: Mesh,
-    chip: chips.Chip | None,
-) -> ProgramReport:
+def _compile(name: str, call: Call, mesh: Mesh, chip: chips.Chip | None) -> ProgramReport:
     """Compile one program and count what it does."""
+    program, arguments, trips = call
     begin = time.perf_counter()
     traced = program.trace(*arguments)
     products = flops.count(traced.jaxpr, while_trips=trips)

@@ -17,7 +17,7 @@ from grpo_jax.scale import chips, hlo
 from grpo_jax.scale import mesh as meshes
 
 RECIPES = {
-    "qwen3_0.6b_one_chip": "v5e:1x1",
+    "qwen3_0.6b_one_chip": "v6e:1x1",
     "qwen3_8b_v5e_64": "v5e:8x8",
     "qwen3_8b_h200_8": "h200x8",
     "qwen3_30b_a3b_v5p_128": "v5p:4x4x4",
