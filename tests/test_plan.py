@@ -228,11 +228,11 @@ def test_what_stands_out_inside_programs(found):
     """Gradients lie as parameters do; two layers keep their input; the cache is counted by hand."""
     assert found.inside["gradients"] == found.parts["parameters"]
     assert found.inside["cache"] == 2 * 2 * 8 * 1 * (64 + 32) * 16 * 4
-    row, mask, angles = 64 * 64 * 4, 64 * 64, 2 * 64 * 8 * 4  # of 1 row of 64 tokens, width 64
+    row, angles = 64 * 64 * 4, 2 * 64 * 8 * 4  # of 1 row of 64 tokens, width 64
     # Layers: 2 inputs. After them: the last output, the norm's two products and its scale; 2 norms
     # of a token; and of the embedding, which token each was.
     last = 3 * row + 2 * 64 * 4 + 64 * 4
-    assert found.inside["activations"] == 2 * row + mask + angles + last
+    assert found.inside["activations"] == 2 * row + angles + last
 
 
 def test_a_whole_step_adds_up_its_calls(found):
