@@ -19,6 +19,7 @@ Symbols: `B` rows, `T` tokens a row, `S` keys, `H` query heads, `K` key-value he
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,7 +231,10 @@ def _splash_rows(config: ModelConfig, window, segment_ids, query, key, value) ->
 def _block_sizes(length: int) -> splash_kernel.BlockSizes:
     """The largest blocks of up to 512 tokens that divide the row."""
     size = next(s for s in (512, 384, 256, LANES) if length % s == 0)
-    return splash_kernel.BlockSizes(*(size,) * 3, *(size,) * 3, *(size,) * 2)
+    names = ("block_q", "block_kv", "block_kv_compute")
+    backward = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys((*names, *backward), size)
+    return splash_kernel.BlockSizes(**sizes)
 
 
 _IMPLEMENTATIONS = {
