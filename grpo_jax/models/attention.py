@@ -212,7 +212,7 @@ def _splash_rows(config: ModelConfig, window, segment_ids, query, key, value) ->
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
 
     def run(interpret: bool, segment_ids, query, key, value):
-        kernel = make(interpret=interpret)
+        kernel: Any = make(interpret=interpret)
 
         def of_row(ids, query, key, value):  # [T], [K, G, T, hd], [K, T, hd]
             ids = splash_kernel.SegmentIds(ids, ids)

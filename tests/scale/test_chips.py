@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_jax import config as configs
 from grpo_jax.scale import chips
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_tpu_pod.sh"
@@ -74,7 +75,10 @@ def test_the_examples_of_the_page_are_well_formed(tmp_path):
     text = (SCRIPT.parents[1] / "docs" / "pods.md").read_text()
     (slurm,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", text, re.S)
     assert subprocess.run(["bash", "-n"], input=slurm, text=True).returncode == 0
-    (manifest,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    assert "--gpus-per-node=8" in slurm and "--gpus-per-task" not in slurm  # JAX picks by local id
+    rules, manifest = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    mesh = configs.from_dict(yaml.safe_load(rules)).mesh
+    assert [rule.match for rule in mesh.rules] == ["embed/table", r"Dense_\d+/kernel", "bias"]
     (job,) = yaml.safe_load(manifest)["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
     machine = pods["template"]["spec"]

@@ -281,6 +281,19 @@ def test_library_calls_are_products_too():
         assert hlo.kernel_flops(one, inside, 2) == share * 2 * 16 * 64 * 32
 
 
+def test_an_asynchronous_reduce_scatter_sends_the_whole_once():
+    """Its start names the whole and the part; a chip sends all but its own part of the whole."""
+    text = """\
+ENTRY %main (p: f32[8,16]) -> f32[2,16] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %s = (f32[8,16]{1,0}, f32[2,16]{1,0}) reduce-scatter-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  ROOT %d = f32[2,16]{1,0} reduce-scatter-done(%s)
+}
+"""  # noqa: E501
+    (found,) = hlo.read(text, {"fsdp": 4}).collectives
+    assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", "fsdp", 8 * 16 * 4 * 3 / 4)
+
+
 def test_sizes_of_types():
     assert hlo.size("(bf16[6,128]{1,0:T(8,128)(2,1)}, s32[], pred[3])") == 6 * 128 * 2 + 4 + 3
     assert np.isclose(hlo.size("f8e4m3fn[8]"), 8)
