@@ -83,7 +83,8 @@ def _train(config: Config, console: Console) -> int:
     )
     console.print(plan.said)
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
-    with Scorer(config.reward) as scorer:  # its workers start while the model loads
+    # The scorer's workers start while the model loads.
+    with Scorer(config.reward, multihost.watched) as scorer:
         ready = _set_up(config, console, scorer, plan)
         console.print(f"set-up took {reporting.duration(time.perf_counter() - begin)}")
         try:
@@ -310,7 +311,7 @@ def evaluate_model(
         raise FileNotFoundError(f"{out} cannot be written: its folder does not exist; make it")
     console = reporting.make_console()
     enable_compile_cache(Path(os.environ.get("GRPO_JAX_CACHE", ".jax_cache")))
-    with Scorer(config.reward) as scorer:
+    with Scorer(config.reward, multihost.watched) as scorer:
         model = loading.load_model(config)
         data = prompting.load_prompts(config.data, model.tokenizer)
         params, source = _sampled(model, config, checkpoint, step)

@@ -137,9 +137,9 @@ def _golden_case():
     for case in json.loads((folder / "manifest.json").read_text())["cases"]:
         wanted = {"policy_support_mask", "curr_logprobs_unfiltered"} <= set(case.get("inputs", {}))
         if wanted and "tis_min" in case["tags"] and "beyond_reference" not in case["tags"]:
-            file = np.load(folder / case["npz"])
-            want = {k: file[v["f32"]] for k, v in case["expected"].items()}
-            return case, {k: file[v] for k, v in case["inputs"].items()}, want
+            with np.load(folder / case["npz"]) as file:
+                want = {k: file[v["f32"]] for k, v in case["expected"].items()}
+                return case, {k: file[v] for k, v in case["inputs"].items()}, want
     raise AssertionError("no conformance case has what this test needs")
 
 

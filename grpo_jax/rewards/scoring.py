@@ -10,6 +10,7 @@ Symbols: `N` completions.
 """
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import Pipe
 from multiprocessing import connection as connections
 from typing import Any
@@ -27,7 +28,6 @@ import numpy as np
 from grpo_jax.data.prompts import MASK_SAMPLE, Example
 from grpo_jax.rewards import worker
 from grpo_jax.rewards.verdicts import TextSpan, Verdict
-from grpo_jax.scale import multihost
 
 _LOG = logging.getLogger(__name__)
 _INLINE = {"exact_match", "length"}  # linear in the text, when nothing is extracted
@@ -147,10 +147,19 @@ class Scorer:
     """Keep worker processes and score batches with them; use as a context manager or `close()`.
 
     Constructing it returns at once: workers import their rewards while the caller compiles.
+
+    Args:
+      config: the components and their limits.
+      watch: given what is about to happen, a context around each reward that runs inside this
+        process, where nothing else interrupts one that hangs.
     """
 
-    def __init__(self, config: RewardConfig):
-        self._config = config
+    def __init__(
+        self,
+        config: RewardConfig,
+        watch: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self._config, self._watch = config, watch
         self._warned: set[tuple[int, str]] = set()
         outside = [i for i, c in enumerate(config.components) if self._leaves(c)]
         self._local = {
@@ -239,7 +248,7 @@ class Scorer:
                 process.take(jobs, samples)
         for i, function in self._local.items():
             for row, sample in enumerate(samples):
-                with multihost.watched(f"reward {self._config.components[i].column!r}"):
+                with self._watch(f"reward {self._config.components[i].column!r}"):
                     answer = worker.evaluate(function, sample, None)
                 yield i, row, *answer
         while any(process.job for process in self._workers):

@@ -30,7 +30,10 @@ FAMILIES = (
 
 @pytest.fixture(scope="module")
 def vectors():
-    return check.Set(HERE)
+    vectors = check.Set(HERE)
+    yield vectors
+    for file in vectors.npz.values():
+        file.close()
 
 
 @pytest.fixture(scope="module")

@@ -64,18 +64,24 @@ def _failures(vectors, case):
     return {k: v for k, v in bad.items() if not v <= 1.0}
 
 
-@pytest.mark.parametrize("family,count", [("loss_grid", 404), ("loss_support", 143)])
-def test_the_mirror_agrees_with_every_golden_loss_case(family, count):
-    """float64, 1e-9 relative: values, gradients and every metric."""
+@pytest.fixture
+def vectors():
     vectors = _Vectors()
+    yield vectors
+    for file in vectors.files.values():
+        file.close()
+
+
+@pytest.mark.parametrize("family,count", [("loss_grid", 404), ("loss_support", 143)])
+def test_the_mirror_agrees_with_every_golden_loss_case(vectors, family, count):
+    """float64, 1e-9 relative: values, gradients and every metric."""
     cases = vectors.cases(family)
     assert len(cases) == count
     wrong = {c["id"]: bad for c in cases if (bad := _failures(vectors, c))}
     assert not wrong
 
 
-def test_the_comparison_notices_a_wrong_number():
-    vectors = _Vectors()
+def test_the_comparison_notices_a_wrong_number(vectors):
     case = vectors.cases("loss_grid")[0]
     case["config"] |= dict(ratio_clip_min=0.01, ratio_clip_max=0.01)
     assert _failures(vectors, case)
