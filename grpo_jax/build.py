@@ -17,7 +17,6 @@ from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
 from grpo_jax.models import hf, transformer
 from grpo_jax.rewards.scoring import Scorer
-from grpo_jax.sampling.engine import RolloutEngine
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
 from grpo_jax.train import checkpoint as checkpointing
@@ -76,11 +75,6 @@ def on_policy(loss: LossConfig, updates: int) -> LossConfig:
         return dataclasses.replace(loss, force_on_policy_ratio=True)
     except ValueError:  # CISPO keeps its own ratio
         return loss
-
-
-def build_engine(config: Config, model: loading.Model) -> RolloutEngine:
-    """The sampler for a model."""
-    return engines.make_engine(config, model.loaded, model.tokenizer, model.sampling)
 
 
 def check(config: Config, model: loading.Model, data: prompting.PromptSets) -> None:
@@ -309,7 +303,7 @@ def build_parts(
     layout = build_layout(config, model)
     compiled = policy_steps(config, model, opt, places)
     return loop.Parts(
-        engine=build_engine(config, model),
+        engine=engines.make_engine(config, model),
         sampling=model.sampling,
         tokenizer=model.tokenizer,
         scorer=scorer,

@@ -7,34 +7,49 @@ from typing import Any
 
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
-from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.loading import Model, quiet
 from grpo_jax.models import hf
-from grpo_jax.sampling.engine import NativeEngine, RolloutEngine
-from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.sampling.engine import EngineConfig, NativeEngine, RolloutEngine
 from grpo_jax.sampling.serving import ServeConfig
-from grpo_jax.scale import multihost
+from grpo_jax.scale import multihost, rules
 
 _ROWS = 32  # completions a server decodes together, where the config does not say
 
 
-def make_engine(
-    config: Config, loaded: hf.LoadedModel, tokenizer: Tokenizer, sampling: SamplingConfig
-) -> RolloutEngine:
+def make_engine(config: Config, model: Model) -> RolloutEngine:
     """The engine that a config names.
 
     Raises:
       ConfigError: a server, and the packages that speak to it are not installed.
     """
-    shared: dict[str, Any] = {
-        "stop_ids": tokenizer.stop_ids,
-        "pad_id": tokenizer.pad_id,
-        "context_length": loaded.config.max_length,
-    }
     if config.engine.remote.url is None:
-        return NativeEngine(loaded.decoder, sampling, config=config.engine, **shared)
+        return _native(config.engine, model)
     remote = _optional("remote")
     return remote.RemoteEngine(
-        config.engine.remote, sampling, publish=_publisher(config, loaded), **shared
+        config.engine.remote,
+        model.sampling,
+        stop_ids=model.tokenizer.stop_ids,
+        pad_id=model.tokenizer.pad_id,
+        context_length=model.loaded.config.max_length,
+        publish=_publisher(config, model.loaded),
+    )
+
+
+def _native(config: EngineConfig, model: Model) -> NativeEngine:
+    def place(prepared: Params) -> Any:
+        # What does not divide was said when the weights were loaded.
+        return rules.partition(prepared, model.mesh, model.rules, say=quiet)
+
+    return NativeEngine(
+        model.loaded.decoder,
+        model.sampling,
+        stop_ids=model.tokenizer.stop_ids,
+        pad_id=model.tokenizer.pad_id,
+        context_length=model.loaded.config.max_length,
+        config=config,
+        mesh=model.mesh,
+        place=place if model.mesh.size > 1 else None,
+        decode=model.tokenizer.decode,
     )
 
 
@@ -82,12 +97,7 @@ def _publisher(config: Config, loaded: hf.LoadedModel) -> Callable[[Params, int]
 
 
 def make_server(
-    config: Config,
-    options: ServeConfig,
-    loaded: hf.LoadedModel,
-    tokenizer: Tokenizer,
-    sampling: SamplingConfig,
-    params: Params,
+    config: Config, options: ServeConfig, model: Model, params: Params
 ) -> tuple[Any, Any]:
     """The HTTP application, and the batcher behind it (to be closed at the end).
 
@@ -97,28 +107,21 @@ def make_server(
     server = _optional("server")
     token = options.token()
     shapes = dataclasses.replace(config.engine, rows=config.engine.rows or _ROWS)
-    engine = NativeEngine(
-        loaded.decoder,
-        sampling,
-        stop_ids=tokenizer.stop_ids,
-        pad_id=tokenizer.pad_id,
-        context_length=loaded.config.max_length,
-        config=shapes,
-    )
+    engine = _native(shapes, model)
 
     def load(path: str) -> Params:
         allowed = Path(str(options.weights)).resolve()
         if not Path(path).resolve().is_relative_to(allowed):
             raise ValueError(f"{path} is not in {allowed}, the folder this server reads from")
-        return hf.load_params(path, loaded.config)
+        return hf.load_params(path, model.loaded.config)
 
     batcher = server.Batcher(engine, params, options)
     app = server.make_app(
         batcher,
-        tokenizer,
+        model.tokenizer,
         model=Path(config.model.path).name,
-        context_length=loaded.config.max_length,
-        vocabulary=sampling.filter.vocabulary,
+        context_length=model.loaded.config.max_length,
+        vocabulary=model.sampling.filter.vocabulary,
         token=token,
         limits=options,
         load=load if options.weights is not None else None,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from grpo_jax import build, loading
 from grpo_jax.config import Config, ConfigError
@@ -364,9 +364,9 @@ def _sampler(
     prepared = _placed(prepared, rules.partition(prepared, mesh, model.rules, say=loading.quiet))
     length = bucket + config.sampling.max_new_tokens
     slots = jax.eval_shape(lambda: decoder.init_cache(prompts * group, length))
-    held = _placed(slots, jax.tree.map(lambda x: _cache_place(x, mesh), slots))
+    held = _placed(slots, jax.tree.map(lambda x: rules.cache_sharding(x, mesh), slots))
     small = jax.eval_shape(lambda: decoder.init_cache(prompts, length))
-    small = jax.tree.map(lambda x: _cache_place(x, mesh), small)
+    small = jax.tree.map(lambda x: rules.cache_sharding(x, mesh), small)
 
     def prefill(params: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
         return decoder.prefill(
@@ -393,13 +393,6 @@ def _placed(shapes: Any, places: Any) -> Any:
 
 def _sharding(x: Any) -> Any:
     return x.sharding
-
-
-def _cache_place(x: Any, mesh: Mesh) -> NamedSharding:
-    """Slots [N, (L,) K, S, hd]: rows over data and fsdp, heads over tensor where they divide."""
-    heads = "tensor" if x.shape[-3] % mesh.shape["tensor"] == 0 else None
-    between = (None,) * (x.ndim - 4)
-    return NamedSharding(mesh, PartitionSpec(meshes.ROW_AXES, *between, heads))
 
 
 def shard_bytes(tree: Any) -> float:

@@ -317,7 +317,7 @@ def evaluate_model(
         params, source = _sampled(model, config, checkpoint, step)
         console.print(f"evaluating {source} on {len(data.held_out)} held-out prompts …")
         result = evaluate.evaluate(
-            build.build_engine(config, model),
+            engines.make_engine(config, model),
             params,
             model.tokenizer,
             scorer,
@@ -361,7 +361,7 @@ def sample(
     params, _ = _sampled(model, config, checkpoint, step)
     example = prompting.Example(prompt=prompt)
     ids = prompting.encode_prompt(example, model.tokenizer, config.data).ids
-    rows = build.build_engine(config, model).generate(
+    rows = engines.make_engine(config, model).generate(
         params, [ids], completions, jax.random.key(config.run.seed)
     )
     for i, completion in enumerate(rollout.completion_ids(rows)):
@@ -382,9 +382,7 @@ def serve(config: Config, options: ServeConfig) -> int:
     options.token()  # refuse an open door before the model is loaded
     model = loading.load_model(config)
     params, source = _weights(model, config, options.checkpoint, options.step)
-    app, batcher = engines.make_server(
-        config, options, model.loaded, model.tokenizer, model.sampling, params
-    )
+    app, batcher = engines.make_server(config, options, model, params)
     import uvicorn  # `make_server` has said what to install
 
     with socket.create_server((options.host, options.port)) as listening:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax import build, loading
+from grpo_jax import build, engines, loading
 from grpo_jax import config as configs
 from grpo_jax.core import logprobs, masks
 from grpo_jax.core.filtering import FilterConfig
@@ -113,7 +113,7 @@ def test_ids_that_pad_the_matrix_are_neither_drawn_nor_hold_mass(folders):
     drawn = []
     for weight in (0.0, 50.0):
         table[260:] = weight
-        rows = build.build_engine(config, model).generate(
+        rows = engines.make_engine(config, model).generate(
             params, [np.arange(97, 103)] * 2, 4, jax.random.key(0)
         )
         batch = trajectories.collate(

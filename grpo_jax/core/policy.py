@@ -68,6 +68,9 @@ class Grafted(NamedTuple):
 class Decoder(NamedTuple):
     """Cached decoding for one model, as pure functions over a slot-indexed cache.
 
+    Every leaf of a cache has at least four axes: the slots in front, and the positions second to
+    last, so that rows of one cache can be put into another that is longer.
+
     Attributes:
       init_cache: (slots: int, length: int) -> cache holding `length` positions for each of `slots`
         rows.
@@ -75,16 +78,13 @@ class Decoder(NamedTuple):
         of each row's last real token, cache with positions [0, lengths) filled). P <= cache length.
       step: (params, tokens i32[N], positions i32[N], cache) -> (logits f32[N, V], cache). Each
         row's token is written at its own position and sees positions <= its own.
-      repeat: (cache, times: int) -> cache in which every row stands `times` times, interleaved
-        (row i becomes rows i*times .. i*times+times-1); shares one prefill among a group.
-      prepare: params -> the layout that `prefill` and `step` want (casts, transposes); called once
-        per weight version, inside jit.
+      prepare: params -> the layout that `prefill` and `step` want (casts, a layer's own arrays);
+        called once per weight version, outside jit or inside.
     """
 
     init_cache: Callable[[int, int], Cache]
     prefill: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
     step: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
-    repeat: Callable[[Cache, int], Cache]
     prepare: Callable[[Params], Params]
 
 

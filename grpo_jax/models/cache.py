@@ -17,11 +17,13 @@ Symbols: `N` rows (slots), `P` tokens of a padded prompt, `S` positions of the c
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from grpo_jax.core.policy import Decoder, Params
 from grpo_jax.models import attention, layers, rope, transformer
@@ -51,7 +53,6 @@ def decoder_for(config: ModelConfig, *, unroll: bool | None = None) -> Decoder:
         init_cache=bind(init_cache, config, unroll),
         prefill=bind(prefill, config, unroll),
         step=bind(step, config, unroll),
-        repeat=repeat,
         prepare=bind(prepare, config, unroll),
     )
 
@@ -79,22 +80,48 @@ def init_cache(config: ModelConfig, unroll: bool, slots: int, length: int) -> Ca
 
 
 def prepare(config: ModelConfig, unroll: bool, params: Params) -> Params:
-    """Cast to the compute dtype and, unrolled, give each layer arrays of its own."""
-    params = jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
-    if unroll:
-        params = {
-            **params,
-            "layers": tuple(
-                jax.tree.map(lambda x, i=i: x[i], params["layers"])
-                for i in range(config.num_layers)
-            ),
-        }
-    return params
+    """Cast to the compute dtype and, unrolled, give each layer arrays of its own.
+
+    On one CPU these are views into the stack: copies would take a second, and the memory again.
+    """
+    if not unroll:
+        return _cast(config, params)
+    leaves = jax.tree.leaves(params["layers"])
+    cut = _views if all(_viewable(config, x) for x in leaves) else _slices
+    stacks, structure = jax.tree.flatten(_cast(config, params)["layers"])
+    parts = zip(*(cut(x) for x in stacks), strict=True)
+    return {
+        **_cast(config, {name: x for name, x in params.items() if name != "layers"}),
+        "layers": tuple(jax.tree.unflatten(structure, part) for part in parts),
+    }
 
 
-def repeat(cache: Cache, times: int) -> Cache:
-    """Let every row stand `times` times, next to each other."""
-    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), cache)
+@functools.partial(jax.jit, static_argnums=0)
+def _cast(config: ModelConfig, params: Params) -> Params:
+    return jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
+
+
+@jax.jit
+def _slices(stack: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(stack[i] for i in range(stack.shape[0]))
+
+
+def _views(stack: jax.Array) -> list[jax.Array]:
+    # Not `np.asarray`: the array would keep that view for as long as it lives, and could then no
+    # longer be given away in place.
+    whole = np.from_dlpack(cast(Any, stack))
+    device = next(iter(stack.devices()))
+    return [jax.device_put(part, device, may_alias=True) for part in whole]
+
+
+def _viewable(config: ModelConfig, x: Any) -> bool:
+    return (
+        isinstance(x, jax.Array)
+        and not isinstance(x, Tracer)
+        and x.dtype == config.compute_dtype == jnp.float32
+        and len(x.devices()) == 1
+        and next(iter(x.devices())).platform == "cpu"
+    )
 
 
 def prefill(

@@ -1,31 +1,47 @@
 """Where completions come from: the protocol of a rollout engine, and the native one.
 
 An engine takes ragged prompts on the host and returns rectangular rows on the host. The native
-engine rounds prompt lengths up to buckets and fills calls up to a fixed number of rows, so a run
-compiles a handful of programs; it counts them.
+engine decodes in slots that are refilled as completions end (`session.py`), with a handful of
+compiled programs; it counts them.
 
 Symbols: `P` prompts, `G` completions a prompt, `N = P·G` rows, `W` width of the rows.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_jax.core.policy import Decoder, Params
-from grpo_jax.sampling import generate as generating
 from grpo_jax.sampling.generate import Generation, SamplingConfig
-from grpo_jax.scale import multihost
+from grpo_jax.sampling.session import Completion, Request, Session, Shapes
+from grpo_jax.sampling.slots import Programs
+from grpo_jax.scale import mesh as meshes
+
+
+class Drawn(Protocol):
+    """A completion, as far as rows are concerned."""
+
+    @property
+    def tokens(self) -> Sequence[int] | np.ndarray: ...
+
+    @property
+    def logprobs(self) -> Sequence[float] | np.ndarray: ...
+
+    @property
+    def reason(self) -> int: ...
 
 
 class RolloutEngine(Protocol):
     """Anything that completes prompts with the current weights."""
 
-    programs: int
-    """How many programs were compiled here so far."""
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled here so far."""
+        ...
 
     def generate(
         self,
@@ -97,7 +113,9 @@ class EngineConfig:
 
     Attributes:
       prompt_bucket: prompt widths are rounded up to a multiple of this (tokens).
-      rows: rows decoded at one time; None decodes all prompts of a call together.
+      rows: slots, completions decoded at one time; None decodes all of a call together.
+      prefill: prompts read together, at most.
+      burst: tokens a completion gets between two looks at which have ended, at most.
       remote: a serving stack that samples instead.
 
     Raises:
@@ -106,6 +124,8 @@ class EngineConfig:
 
     prompt_bucket: int = 64
     rows: int | None = None
+    prefill: int = 8
+    burst: int = 32
     remote: RemoteConfig = RemoteConfig()
 
     def __post_init__(self):
@@ -113,6 +133,9 @@ class EngineConfig:
             raise ValueError(f"prompt_bucket={self.prompt_bucket} must be at least 1 token")
         if self.rows is not None and self.rows < 1:
             raise ValueError(f"rows={self.rows} must be at least 1, or None for no limit")
+        for name in ("prefill", "burst"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 class NativeEngine:
@@ -127,6 +150,9 @@ class NativeEngine:
         pad_id: int = 0,
         context_length: int | None = None,
         config: EngineConfig | None = None,
+        mesh: Mesh | None = None,
+        place: Callable[[Params], Any] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ):
         """Hold a decoder and how to use it.
 
@@ -137,31 +163,106 @@ class NativeEngine:
           pad_id: fills rows; it may equal a stop token.
           context_length: positions the model was made for; None does not check.
           config: static shapes.
+          mesh: the devices; slots are split over its row axes, heads of the cache over `tensor`.
+          place: prepared weights -> their shardings; None leaves them where the decoder's `prepare`
+            put them. Weights of another mesh are brought over so.
+          decode: tokens -> text, for stop strings.
         """
         self.sampling = sampling
         self.config = config or EngineConfig()
         self.context_length = context_length
         self.pad_id = pad_id
-        self.programs = 0
-        """How many programs were compiled so far."""
         self._stop_ids = tuple(int(i) for i in dict.fromkeys(stop_ids))
+        self._programs = Programs(decoder, mesh, place)
+        self._multiple = 1 if mesh is None else meshes.row_shards(mesh)
+        self._decode = decode
 
-        def counted(params, prompts, lengths, request_ids, key, config, group_size):
-            self.programs += 1  # runs once a trace, never in the compiled program
-            return generating.generate(
-                decoder,
-                params,
-                prompts,
-                lengths,
-                request_ids,
-                key,
-                config=config,
-                group_size=group_size,
-                stop_ids=self._stop_ids,
-                pad_id=pad_id,
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled so far."""
+        return self._programs.compiled
+
+    def prepare(self, params: Params) -> Params:
+        """Bring weights into the layout that a session reads; once a version."""
+        return self._programs.prepare(params)
+
+    def open(
+        self,
+        params: Params,
+        key: jax.Array,
+        *,
+        rows: int,
+        sampling: SamplingConfig | None = None,
+        version: int = 0,
+    ) -> Session:
+        """Open a session: slots that requests come to and leave one by one.
+
+        Args:
+          params: the weights; `Session.update` takes others later, prepared by `prepare`.
+          key: root of the draws.
+          rows: slots, where the configuration sets none.
+          sampling: replaces the engine's own configuration.
+          version: of the weights.
+
+        Raises:
+          ValueError: stop strings, and the engine cannot decode.
+        """
+        config = self.config
+        shapes = Shapes(
+            rows=config.rows or rows,
+            bucket=config.prompt_bucket,
+            prefill=config.prefill,
+            burst=config.burst,
+            multiple=self._multiple,
+        )
+        return Session(
+            self._programs,
+            self.prepare(params),
+            key,
+            sampling or self.sampling,
+            shapes,
+            stop_ids=self._stop_ids,
+            version=version,
+            decode=self._decode,
+        )
+
+    def complete(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        key: jax.Array,
+        *,
+        sampling: SamplingConfig | None = None,
+        version: int = 0,
+        token_budget: int | None = None,
+    ) -> Iterator[Completion]:
+        """Yield the completions of requests as they end.
+
+        Args:
+          params: the weights.
+          requests: what to complete.
+          key: root of the draws.
+          sampling: replaces the engine's own configuration.
+          version: of the weights; every token carries it.
+          token_budget: once so many tokens were drawn, the rest comes out as it is, with the
+            reason "budget", some of it empty; `Request.begun` continues it. None: no end.
+
+        Raises:
+          ValueError: a prompt does not fit the context with its completion, or the budget is
+            below 1.
+        """
+        sampling = sampling or self.sampling
+        if token_budget is not None and token_budget < 1:
+            raise ValueError(f"token_budget={token_budget} must be at least 1 token, or None")
+        for r in requests:
+            check_prompts(
+                [r.prompt], r.max_new_tokens or sampling.max_new_tokens, self.context_length
             )
-
-        self._generate = jax.jit(counted, static_argnames=("config", "group_size"))
+        rows = sum(len(r.members) for r in requests)
+        session = self.open(params, key, rows=max(rows, 1), sampling=sampling, version=version)
+        for request in requests:
+            session.submit(request)
+        return _run(session, token_budget)
 
     def generate(
         self,
@@ -183,36 +284,25 @@ class NativeEngine:
         prompts = [np.asarray(p, np.int32) for p in prompts]
         ids = np.arange(len(prompts)) if request_ids is None else np.asarray(request_ids)
         check_request(prompts, ids, group_size, sampling, self.context_length)
-        per_call = len(prompts)
-        if self.config.rows is not None:
-            per_call = max(1, self.config.rows // group_size)
-        # Neighbours in length share a call, so that short prompts do not pay for long ones.
+        # Neighbours in length are read together, so that short prompts do not pay for long ones.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        parts, places = [], []
-        for start in range(0, len(order), per_call):
-            chosen = order[start : start + per_call]
-            table, lengths, requests = self._lay_out(
-                [prompts[i] for i in chosen], ids[chosen], per_call
-            )
-            part = self._generate(params, table, lengths, requests, key, sampling, group_size)
-            used = len(chosen) * group_size
-            parts.append(jax.tree.map(lambda x, n=used: multihost.fetch(x)[:n], part))
-            places += [i * group_size + g for i in chosen for g in range(group_size)]
-        return _gather(parts, np.asarray(places), self.pad_id)
+        members = tuple(range(group_size))
+        requests = {Request(prompts[i], int(ids[i]), members): i for i in order}
+        rows: dict[tuple[int, int], Completion] = {}
+        for done in self.complete(params, list(requests), key, sampling=sampling):
+            rows[requests[done.request], done.member] = done
+        return lay_out(prompts, [row for _, row in sorted(rows.items())], self.pad_id)
 
-    def _lay_out(
-        self, prompts: list[np.ndarray], ids: np.ndarray, count: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Right-pad prompts to a bucket and fill up to `count` rows of length 0."""
-        bucket = self.config.prompt_bucket
-        width = -(-max(len(p) for p in prompts) // bucket) * bucket
-        table = np.full((count, width), self.pad_id, np.int32)
-        lengths, requests = np.zeros((2, count), np.int32)
-        for i, prompt in enumerate(prompts):
-            table[i, : len(prompt)] = prompt
-            lengths[i] = len(prompt)
-        requests[: len(ids)] = ids
-        return jnp.asarray(table), jnp.asarray(lengths), jnp.asarray(requests)
+
+def _run(session: Session, token_budget: int | None) -> Iterator[Completion]:
+    left = token_budget
+    while session.waiting or session.running:
+        news = session.advance()
+        yield from (new.completion for new in news if new.completion is not None)
+        if left is not None:
+            left -= sum(len(new.tokens) for new in news)
+            if left <= 0:
+                yield from session.stop()
 
 
 def check_request(
@@ -234,34 +324,38 @@ def check_request(
         raise ValueError(f"group_size={group_size} must be at least 1 completion a prompt")
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts; pass one for each")
+    check_prompts(prompts, sampling.max_new_tokens, context_length)
+
+
+def check_prompts(
+    prompts: Sequence[np.ndarray], max_new_tokens: int, context_length: int | None
+) -> None:
+    """Refuse prompts without tokens, and those that exceed the context with their completion."""
     for i, prompt in enumerate(prompts):
         if prompt.ndim != 1 or len(prompt) == 0:
             raise ValueError(
                 f"prompt {i} has shape {prompt.shape}; a prompt is a list of at least one token"
             )
     longest = max(len(p) for p in prompts)
-    if context_length is not None and longest + sampling.max_new_tokens > context_length:
+    if context_length is not None and longest + max_new_tokens > context_length:
         raise ValueError(
-            f"a prompt of {longest} tokens with max_new_tokens={sampling.max_new_tokens} "
+            f"a prompt of {longest} tokens with max_new_tokens={max_new_tokens} "
             f"exceeds the model's context of {context_length}; shorten the prompt or "
             "lower max_new_tokens"
         )
 
 
-def _gather(parts: list[Generation], places: np.ndarray, pad_id: int) -> Generation:
-    """Join the calls of one request list, in the order of the list."""
-    width = max(part.tokens.shape[1] for part in parts)
-
-    def join(arrays: Sequence[np.ndarray], fill: int = 0) -> np.ndarray:
-        if arrays[0].ndim == 2:
-            missing = [((0, 0), (0, width - a.shape[1])) for a in arrays]
-            arrays = [
-                np.pad(a, m, constant_values=fill) for a, m in zip(arrays, missing, strict=True)
-            ]
-        joined = np.concatenate(arrays)
-        ordered = np.empty_like(joined)
-        ordered[places] = joined
-        return ordered
-
-    joined = jax.tree.map(lambda *columns: join([np.asarray(c) for c in columns]), *parts)
-    return joined._replace(tokens=join([np.asarray(part.tokens) for part in parts], pad_id))
+def lay_out(prompts: Sequence[np.ndarray], completions: Sequence[Drawn], pad_id: int) -> Generation:
+    """Write prompts and completions, those of a prompt next to each other, into rows."""
+    group_size = len(completions) // len(prompts)
+    starts = np.repeat([len(prompt) for prompt in prompts], group_size).astype(np.int32)
+    lengths = np.array([len(row.tokens) for row in completions], np.int32)
+    shape = (len(completions), int((starts + lengths).max()))
+    tokens, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, np.float32)
+    for i, row in enumerate(completions):
+        end = starts[i] + lengths[i]
+        tokens[i, : starts[i]] = prompts[i // group_size]
+        tokens[i, starts[i] : end] = row.tokens
+        logprobs[i, starts[i] : end] = row.logprobs
+    reasons = np.array([row.reason for row in completions], np.int8)
+    return Generation(tokens, starts, lengths, logprobs, reasons)

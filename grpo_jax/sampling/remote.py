@@ -24,7 +24,7 @@ import numpy as np
 import tenacity
 
 from grpo_jax.core.policy import Params
-from grpo_jax.sampling.engine import RemoteConfig, check_request
+from grpo_jax.sampling.engine import RemoteConfig, check_request, lay_out
 from grpo_jax.sampling.generate import LENGTH, STOP, Generation, SamplingConfig
 from grpo_jax.scale import multihost
 
@@ -125,7 +125,7 @@ class RemoteEngine:
         patience = tries * (self.config.timeout + self.config.backoff * 2**self.config.retries)
         parts = multihost.all_succeed(ask, "the serving engine", limit=patience)
         groups = [group for part in parts for group in part]
-        return _lay_out(prompts, [row for group in groups for row in group], self._pad_id)
+        return lay_out(prompts, [row for group in groups for row in group], self._pad_id)
 
     def _hand_over(self, params: Params) -> None:
         """Publish weights that the server does not have yet."""
@@ -385,21 +385,3 @@ def _ids_in(tokens: Sequence[str] | None) -> list[int] | None:
     if not tokens or not all(token.startswith(_PLACEHOLDER) for token in tokens):
         return None
     return [int(token.removeprefix(_PLACEHOLDER)) for token in tokens]
-
-
-def _lay_out(
-    prompts: Sequence[np.ndarray], completions: Sequence[Completion], pad_id: int
-) -> Generation:
-    """Write prompts and completions into rectangular rows."""
-    group_size = len(completions) // len(prompts)
-    starts = np.repeat([len(prompt) for prompt in prompts], group_size).astype(np.int32)
-    lengths = np.array([len(row.tokens) for row in completions], np.int32)
-    shape = (len(completions), int((starts + lengths).max()))
-    tokens, logprobs = np.full(shape, pad_id, np.int32), np.zeros(shape, np.float32)
-    for i, row in enumerate(completions):
-        end = starts[i] + lengths[i]
-        tokens[i, : starts[i]] = prompts[i // group_size]
-        tokens[i, starts[i] : end] = row.tokens
-        logprobs[i, starts[i] : end] = row.logprobs
-    reasons = np.array([row.reason for row in completions], np.int8)
-    return Generation(tokens, starts, lengths, logprobs, reasons)

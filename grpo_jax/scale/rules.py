@@ -185,6 +185,17 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_row_axes(mesh)))
 
 
+def cache_sharding(x: Any, mesh: Mesh) -> NamedSharding:
+    """A decoder's cache [N, (L,) K, S, hd]: slots over the row axes, heads over `tensor`.
+
+    What does not divide stays whole on every device.
+    """
+    slots = meshes.ROW_AXES if x.shape[0] % meshes.row_shards(mesh) == 0 else None
+    heads = "tensor" if x.shape[-3] % mesh.shape["tensor"] == 0 else None
+    between = (None,) * (x.ndim - 4)
+    return NamedSharding(mesh, PartitionSpec(slots, *between, heads))
+
+
 def _row_axes(mesh: Mesh | None) -> tuple[str, ...]:
     """The mesh's axes that rows are split over; `expert` only where it has several devices."""
     shape = {"data": 1, "fsdp": 1} if mesh is None else mesh.shape

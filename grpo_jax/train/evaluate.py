@@ -74,6 +74,7 @@ class EvaluateConfig:
                 top_p=self.top_p,
                 vocabulary=training.filter.vocabulary,
             ),
+            stop_strings=training.stop_strings,
         )
 
 

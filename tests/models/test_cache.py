@@ -121,27 +121,6 @@ def test_cached_decode_in_bfloat16(draw, rows):
 
 
 @UNROLL
-def test_repeat_shares_one_prefill_among_a_group(draw, rows, unroll):
-    config, params = make(draw)
-    decoder = cache.decoder_for(config, unroll=unroll)
-    tokens, _, _ = rows(264, LENGTHS, WIDTH)
-    lengths = jnp.array(LENGTHS, jnp.int32)
-    new = jnp.array([9, 10, 11], jnp.int32)
-
-    @jax.jit
-    def run(params):
-        params = decoder.prepare(params)
-        _, slots = decoder.prefill(params, tokens, lengths, decoder.init_cache(3, 12))
-        expected, _ = decoder.step(params, new, lengths, slots)
-        twice = decoder.repeat(slots, 2)
-        found, _ = decoder.step(params, jnp.repeat(new, 2), jnp.repeat(lengths, 2), twice)
-        return found, expected
-
-    found, expected = run(params)
-    np.testing.assert_allclose(found, jnp.repeat(expected, 2, axis=0), rtol=0, atol=1e-5)
-
-
-@UNROLL
 def test_every_leaf_has_the_slots_in_front(unroll):
     slots = cache.decoder_for(presets.preset("tiny"), unroll=unroll).init_cache(5, 12)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(slots)} == {5}

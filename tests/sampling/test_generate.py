@@ -11,7 +11,8 @@ from grpo_jax.core import logprobs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.models import cache, presets, transformer
 from grpo_jax.sampling import generate as generating
-from grpo_jax.sampling.generate import LENGTH, STOP, UNUSED, SamplingConfig
+from grpo_jax.sampling.engine import EngineConfig, NativeEngine
+from grpo_jax.sampling.generate import LENGTH, STOP, SamplingConfig
 
 MODEL = presets.preset(
     "tiny", num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1,
@@ -27,17 +28,12 @@ def params():
     return transformer.init_params(MODEL, jax.random.key(0))
 
 
-def table(prompts, width):
-    rows = [list(p) + [0] * (width - len(p)) for p in prompts]
-    return np.array(rows, np.int32), np.array([len(p) for p in prompts], np.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "group_size"))
-def run(weights, prompts, lengths, ids, key, *, config, group_size=1, stop_ids=(), pad_id=0):
-    return generating.generate(
-        cache.decoder_for(MODEL), weights, prompts, lengths, ids, key,
-        config=config, group_size=group_size, stop_ids=stop_ids, pad_id=pad_id,
-    )  # fmt: skip
+@functools.cache
+def engine(stop_ids, pad_id, width):
+    config = EngineConfig(prompt_bucket=width, burst=3)
+    return NativeEngine(
+        cache.decoder_for(MODEL), SamplingConfig(), stop_ids=stop_ids, pad_id=pad_id, config=config
+    )
 
 
 def sample(
@@ -51,22 +47,13 @@ def sample(
     least=0,
     stop_ids=(),
     pad_id=0,
-    **options,
+    group_size=1,
 ):
     ids = np.arange(len(prompts)) if ids is None else np.asarray(ids)
     config = SamplingConfig(new, least, filter)
-    stop_ids = np.array([*stop_ids, *[-1] * (40 - len(stop_ids))])  # one shape, one program
-    out = run(
-        params(),
-        *table(prompts, width),
-        ids,
-        jax.random.key(seed),
-        config=config,
-        stop_ids=stop_ids,
-        pad_id=pad_id,
-        **options,
+    return engine(tuple(stop_ids), pad_id, width).generate(
+        params(), prompts, group_size, jax.random.key(seed), request_ids=ids, sampling=config
     )
-    return jax.tree.map(np.asarray, out)
 
 
 def completion(out, row):
@@ -182,16 +169,13 @@ def test_report_a29_exactly_so_many_tokens_and_no_step_too_many(new):
         jax.debug.callback(lambda: steps.append(1))
         return decoder.step(*arguments)
 
-    prompts, lengths = table(PROMPTS, 4)
-    sample_counted = functools.partial(
-        generating.generate, decoder._replace(step=counted), config=SamplingConfig(new)
-    )
-    out = jax.jit(sample_counted)(params(), prompts, lengths, np.arange(3), jax.random.key(1))
+    used = NativeEngine(decoder._replace(step=counted), SamplingConfig(new), stop_ids=())
+    out = used.generate(params(), PROMPTS, 1, jax.random.key(1))
     jax.effects_barrier()
     assert np.all(np.asarray(out.completion_lengths) == new)
     assert len(steps) == new - 1
     ends = np.asarray(out.prompt_lengths) + new
-    beyond = np.arange(4 + new) >= ends[:, None]
+    beyond = np.arange(out.tokens.shape[1]) >= ends[:, None]
     assert np.all(np.asarray(out.tokens)[beyond] == 0)
 
 
@@ -209,13 +193,6 @@ def test_no_stop_token_among_the_first_tokens(least):
     for row in range(3):
         assert not np.any(np.isin(completion(out, row)[0][: least - 1], stops))
     assert np.all(np.isfinite(out.logprobs))
-
-
-def test_rows_that_only_fill_the_batch_stay_empty():
-    out = sample([PROMPTS[0], [], PROMPTS[2]])
-    assert out.completion_lengths[1] == 0 and out.stop_reasons[1] == UNUSED
-    assert np.all(out.tokens[1] == 0)
-    np.testing.assert_array_equal(out.tokens[::2], sample(PROMPTS).tokens[::2])
 
 
 def test_greedy_takes_the_most_likely_token_and_reports_its_full_log_probability():

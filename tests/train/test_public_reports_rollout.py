@@ -33,16 +33,15 @@ def scripted(logits) -> Decoder:
     table = jnp.asarray(logits, jnp.float32)
 
     def prefill(params, tokens, lengths, cache):
-        return table[tokens[:, 0], 0], tokens[:, 0]
+        return table[tokens[:, 0], 0], cache.at[:, 0, 0, 0].set(tokens[:, 0])
 
     def step(params, tokens, positions, cache):
-        return table[cache, jnp.minimum(positions, table.shape[1] - 1)], cache
+        return table[cache[:, 0, 0, 0], jnp.minimum(positions, table.shape[1] - 1)], cache
 
     return Decoder(
-        init_cache=lambda slots, length: jnp.zeros(slots, jnp.int32),
+        init_cache=lambda slots, length: jnp.zeros((slots, 1, length, 1), jnp.int32),
         prefill=prefill,
         step=step,
-        repeat=lambda cache, times: jnp.repeat(cache, times),
         prepare=lambda params: params,
     )
 
