@@ -9,6 +9,7 @@ from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
 from grpo_jax.loading import Model, quiet
 from grpo_jax.models import hf
+from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.sampling.engine import EngineConfig, NativeEngine, RolloutEngine
 from grpo_jax.sampling.serving import ServeConfig
 from grpo_jax.scale import multihost, rules
@@ -31,14 +32,16 @@ def make_engine(config: Config, model: Model) -> RolloutEngine:
         stop_ids=model.tokenizer.stop_ids,
         pad_id=model.tokenizer.pad_id,
         context_length=model.loaded.config.max_length,
-        publish=_publisher(config, model.loaded),
+        publish=_publisher(config, model.loaded.config),
     )
 
 
 def _native(config: EngineConfig, model: Model) -> NativeEngine:
+    mesh, table = model.mesh, model.rules  # by themselves: the model would keep its weights alive
+
     def place(prepared: Params) -> Any:
         # What does not divide was said when the weights were loaded.
-        return rules.partition(prepared, model.mesh, model.rules, say=quiet)
+        return rules.partition(prepared, mesh, table, say=quiet)
 
     return NativeEngine(
         model.loaded.decoder,
@@ -47,8 +50,8 @@ def _native(config: EngineConfig, model: Model) -> NativeEngine:
         pad_id=model.tokenizer.pad_id,
         context_length=model.loaded.config.max_length,
         config=config,
-        mesh=model.mesh,
-        place=place if model.mesh.size > 1 else None,
+        mesh=mesh,
+        place=place if mesh.size > 1 else None,
         decode=model.tokenizer.decode,
     )
 
@@ -75,7 +78,7 @@ def check_trainable(config: Config) -> None:
         )
 
 
-def _publisher(config: Config, loaded: hf.LoadedModel) -> Callable[[Params, int], None] | None:
+def _publisher(config: Config, shape: ModelConfig) -> Callable[[Params, int], None] | None:
     """Write weights into the shared folder, and tell the server; None without a folder."""
     chosen = config.engine.remote
     if chosen.weights is None:
@@ -86,7 +89,7 @@ def _publisher(config: Config, loaded: hf.LoadedModel) -> Callable[[Params, int]
         whole = multihost.fetch(params)
 
         def hand_over() -> None:
-            hf.save_model(folder, loaded.config, whole, companions=config.model.path)
+            hf.save_model(folder, shape, whole, companions=config.model.path)
             with remote.make_client(chosen) as client:
                 body = {"path": str(folder), "version": version}
                 remote.post(client, chosen, "/load_weights", body)
@@ -106,21 +109,22 @@ def make_server(
     """
     server = _optional("server")
     token = options.token()
-    shapes = dataclasses.replace(config.engine, rows=config.engine.rows or _ROWS)
-    engine = _native(shapes, model)
+    shape = model.loaded.config
+    slots = dataclasses.replace(config.engine, rows=config.engine.rows or _ROWS)
+    engine = _native(slots, model)
 
     def load(path: str) -> Params:
         allowed = Path(str(options.weights)).resolve()
         if not Path(path).resolve().is_relative_to(allowed):
             raise ValueError(f"{path} is not in {allowed}, the folder this server reads from")
-        return hf.load_params(path, model.loaded.config)
+        return hf.load_params(path, shape)
 
     batcher = server.Batcher(engine, params, options)
     app = server.make_app(
         batcher,
         model.tokenizer,
         model=Path(config.model.path).name,
-        context_length=model.loaded.config.max_length,
+        context_length=shape.max_length,
         vocabulary=model.sampling.filter.vocabulary,
         token=token,
         limits=options,
