@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from grpo_jax.core.policy import Decoder, Params
 from grpo_jax.sampling.generate import Generation, SamplingConfig
-from grpo_jax.sampling.session import Completion, Request, Session, Shapes
+from grpo_jax.sampling.session import Completion, Request, Session, check_context
+from grpo_jax.sampling.shapes import Shapes
 from grpo_jax.sampling.slots import Programs
 from grpo_jax.scale import mesh as meshes
 
@@ -203,9 +204,6 @@ class NativeEngine:
           rows: slots, where the configuration sets none.
           sampling: replaces the engine's own configuration.
           version: of the weights.
-
-        Raises:
-          ValueError: stop strings, and the engine cannot decode.
         """
         config = self.config
         shapes = Shapes(
@@ -214,6 +212,7 @@ class NativeEngine:
             prefill=config.prefill,
             burst=config.burst,
             multiple=self._multiple,
+            context=self.context_length,
         )
         return Session(
             self._programs,
@@ -254,10 +253,6 @@ class NativeEngine:
         sampling = sampling or self.sampling
         if token_budget is not None and token_budget < 1:
             raise ValueError(f"token_budget={token_budget} must be at least 1 token, or None")
-        for r in requests:
-            check_prompts(
-                [r.prompt], r.max_new_tokens or sampling.max_new_tokens, self.context_length
-            )
         rows = sum(len(r.members) for r in requests)
         session = self.open(params, key, rows=max(rows, 1), sampling=sampling, version=version)
         for request in requests:
@@ -324,25 +319,12 @@ def check_request(
         raise ValueError(f"group_size={group_size} must be at least 1 completion a prompt")
     if len(ids) != len(prompts):
         raise ValueError(f"{len(ids)} request ids for {len(prompts)} prompts; pass one for each")
-    check_prompts(prompts, sampling.max_new_tokens, context_length)
-
-
-def check_prompts(
-    prompts: Sequence[np.ndarray], max_new_tokens: int, context_length: int | None
-) -> None:
-    """Refuse prompts without tokens, and those that exceed the context with their completion."""
     for i, prompt in enumerate(prompts):
         if prompt.ndim != 1 or len(prompt) == 0:
             raise ValueError(
                 f"prompt {i} has shape {prompt.shape}; a prompt is a list of at least one token"
             )
-    longest = max(len(p) for p in prompts)
-    if context_length is not None and longest + max_new_tokens > context_length:
-        raise ValueError(
-            f"a prompt of {longest} tokens with max_new_tokens={max_new_tokens} "
-            f"exceeds the model's context of {context_length}; shorten the prompt or "
-            "lower max_new_tokens"
-        )
+    check_context(max(len(p) for p in prompts), sampling.max_new_tokens, context_length)
 
 
 def lay_out(prompts: Sequence[np.ndarray], completions: Sequence[Drawn], pad_id: int) -> Generation:

@@ -4,10 +4,9 @@
                                  ▲                          │
                                  └────── a slot is free ────┘
 
-Everything here is bookkeeping on the host, between two compiled programs (`slots.py`). Shapes come
-from short ladders, so that few programs are compiled: prompts are read one by one or many together,
-in buckets of length, slots get longer by doubling, and where few completions are left they move
-into a quarter of the slots.
+Everything here is bookkeeping on the host, between two compiled programs (`slots.py`). Slots get
+longer as their completions do, and where few of these are left they move into fewer slots; which
+shapes there are says `shapes.py`.
 """
 
 import dataclasses
@@ -27,11 +26,21 @@ from grpo_jax.sampling.generate import (
     Array,
     SamplingConfig,
 )
+from grpo_jax.sampling.shapes import Shapes
 from grpo_jax.sampling.slots import Drawn, Programs, Read, Rule, Seats, State
 from grpo_jax.scale import multihost
 
-_MANY = 16  # so many slots, or more, shrink to a quarter when that is enough
 _SEATED = 32  # completions that one program seats at most
+
+
+def check_context(prompt: int, max_new_tokens: int, context_length: int | None) -> None:
+    """Refuse a prompt of so many tokens that exceeds the context with its completion."""
+    if context_length is not None and prompt + max_new_tokens > context_length:
+        raise ValueError(
+            f"a prompt of {prompt} tokens with max_new_tokens={max_new_tokens} "
+            f"exceeds the model's context of {context_length}; shorten the prompt or "
+            "lower max_new_tokens"
+        )
 
 
 class Completion(NamedTuple):
@@ -43,6 +52,7 @@ class Completion(NamedTuple):
     logprobs: np.ndarray  # f32[n] nats, as sampled
     versions: np.ndarray  # i32[n] of the weights that each token was drawn with
     reason: int  # index into `generate.STOP_REASONS`
+    stop_string: str | None = None  # that ended it; the tokens hold it
 
 
 class Progress(NamedTuple):
@@ -64,6 +74,8 @@ class Request:
       id: with the session's key and a member's number it determines the draws.
       members: which completions to draw; each has random numbers of its own.
       max_new_tokens: tokens a completion may have; None: as many as the session's sampling says.
+      stop_strings: a completion ends with the token that completes one of these in its text; None:
+        those of the session's sampling.
       begun: what there is of the members already, in their order, to be continued; empty: nothing.
         Draws go on as if there had been no break.
 
@@ -75,6 +87,7 @@ class Request:
     id: int = 0
     members: tuple[int, ...] = (0,)
     max_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] | None = None
     begun: tuple[Completion, ...] = ()
 
     def __post_init__(self):
@@ -89,6 +102,11 @@ class Request:
             raise ValueError(f"request {self.id} has no members; ask for at least one completion")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if "" in (self.stop_strings or ()):
+            raise ValueError(
+                f"request {self.id} has an empty stop string, which every text contains; leave it "
+                "out"
+            )
         if self.begun and tuple(c.member for c in self.begun) != self.members:
             raise ValueError(
                 f"request {self.id} asks for members {self.members} and brings what has begun of "
@@ -100,58 +118,6 @@ class Request:
                     f"completion {c.member} of request {self.id} has ended; continue only what was "
                     "cancelled or ran into a budget"
                 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """The static shapes of a session."""
-
-    rows: int  # slots
-    bucket: int  # prompts are padded to a multiple of so many tokens
-    prefill: int  # prompts read together, at most
-    burst: int  # tokens a slot gets between two looks of the host, at most
-    multiple: int = 1  # slots, and prompts read together, come in multiples of this
-
-    @property
-    def ladder(self) -> list[int]:
-        """The numbers of slots there may be, largest first."""
-        sizes = [self._rounded(self.rows)]
-        while sizes[-1] >= _MANY and self._rounded(sizes[-1] // 4) < sizes[-1]:
-            sizes.append(self._rounded(sizes[-1] // 4))
-        return sizes
-
-    def slots(self, wanted: int) -> int:
-        """The least number of slots that holds so many completions."""
-        return min((n for n in self.ladder if n >= wanted), default=self.ladder[0])
-
-    def fewer(self, slots: int) -> int:
-        """The next smaller number of slots, 0 where there is none."""
-        return max((n for n in self.ladder if n < slots), default=0)
-
-    def length(self, needed: int, longest: int) -> int:
-        """The least number of positions, of a ladder of doublings up to `longest`."""
-        length = self.bucket
-        while length < needed:
-            length *= 2
-        return min(length, max(longest, needed))
-
-    def width(self, length: int) -> int:
-        """The width that a prompt is padded to."""
-        return -(-length // self.bucket) * self.bucket
-
-    def reads(self, prompts: int) -> list[int]:
-        """The numbers of prompts to read together: there are two, so few programs are compiled.
-
-        Most of a large read is prompts; what does not fill half of one is read one by one.
-        """
-        one, many = self._rounded(1), self._rounded(self.prefill)
-        full, rest = divmod(prompts, many)
-        if 2 * rest > many:
-            return [many] * (full + 1)
-        return [many] * full + [one] * -(-rest // one)
-
-    def _rounded(self, number: int) -> int:
-        return -(-max(number, 1) // self.multiple) * self.multiple
 
 
 @dataclasses.dataclass(eq=False)
@@ -176,6 +142,8 @@ class _Row:
     logprobs: list[float]
     versions: list[int]
     told: int  # tokens that were reported
+    stop_strings: tuple[str, ...]
+    stop_string: str | None = None  # that was found
 
     @property
     def end(self) -> int:
@@ -195,6 +163,7 @@ class _Row:
             np.array(self.logprobs, np.float32),
             np.array(self.versions, np.int32),
             reason,
+            self.stop_string,
         )
 
 
@@ -224,15 +193,7 @@ class Session:
           stop_ids: tokens that end a completion.
           version: of the parameters.
           decode: tokens -> text; needed for stop strings only.
-
-        Raises:
-          ValueError: there are stop strings, and no `decode`.
         """
-        if sampling.stop_strings and decode is None:
-            raise ValueError(
-                f"stop_strings={sampling.stop_strings!r} are looked for in text, and this engine "
-                "was not given its tokenizer's `decode`"
-            )
         self.version = version
         self._programs, self._prepared, self._key = programs, prepared, key
         self._sampling, self._shapes, self._decode = sampling, shapes, decode
@@ -256,9 +217,18 @@ class Session:
         """Queue a request.
 
         Raises:
-          ValueError: what has begun leaves no token to draw.
+          ValueError: the prompt does not fit the context with its completion, what has begun
+            leaves no token to draw, or there are stop strings and the session has no `decode`.
         """
         limit = request.max_new_tokens or self._sampling.max_new_tokens
+        check_context(len(request.prompt), limit, self._shapes.context)
+        strings = request.stop_strings
+        strings = self._sampling.stop_strings if strings is None else strings
+        if strings and self._decode is None:
+            raise ValueError(
+                f"stop_strings={strings!r} are looked for in text, and this engine was not given "
+                "its tokenizer's `decode`"
+            )
         shared = _Prompt(request.prompt)
         for i, member in enumerate(request.members):
             old = request.begun[i] if request.begun else None
@@ -282,6 +252,7 @@ class Session:
                     [] if old is None else old.logprobs.tolist(),
                     [] if old is None else old.versions.tolist(),
                     begun,
+                    strings,
                 )
             )
             end = self._shapes.width(len(request.prompt)) + limit
@@ -431,21 +402,25 @@ class Session:
         return news
 
     def _end_of_text(self, row: _Row) -> int | None:
-        """How many tokens a completion has when the first stop string is in its text."""
-        strings = self._sampling.stop_strings
-        if not strings or self._decode is None:
+        """How many tokens a completion has when the first stop string is in its text.
+
+        Not fewer than `min_new_tokens`.
+        """
+        if not row.stop_strings:
             return None
 
-        def holds(count: int) -> bool:
-            assert self._decode is not None
+        counts = range(max(row.told + 1, self._rule.min_new_tokens), len(row.tokens) + 1)
+
+        def found(count: int) -> str | None:
+            assert self._decode is not None  # `submit` has seen to it
             text = self._decode(row.tokens[:count])
-            return any(string in text for string in strings)
+            return next((string for string in row.stop_strings if string in text), None)
 
-        if not holds(len(row.tokens)):
+        if not counts or found(counts[-1]) is None:
             return None
-        # Those before were looked at, and held none.
-        counts = range(row.told + 1, len(row.tokens) + 1)
-        return next((n for n in counts if holds(n)), len(row.tokens))
+        end = next(count for count in counts if found(count) is not None)
+        row.stop_string = found(end)
+        return end
 
     def _end(self, which: Callable[[_Row], bool], reason: int) -> list[Completion]:
         ended = [row for row in self._waiting if which(row)]
