@@ -1,6 +1,5 @@
 """Who samples: the native engine, or a server that is given every new version of the weights."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from grpo_jax.models.model_config import ModelConfig
 from grpo_jax.sampling.engine import EngineConfig, NativeEngine, RolloutEngine
 from grpo_jax.sampling.serving import ServeConfig
 from grpo_jax.scale import multihost, rules
-
-_ROWS = 32  # completions a server decodes together, where the config does not say
 
 
 def make_engine(config: Config, model: Model) -> RolloutEngine:
@@ -110,8 +107,7 @@ def make_server(
     server = _optional("server")
     token = options.token()
     shape = model.loaded.config
-    slots = dataclasses.replace(config.engine, rows=config.engine.rows or _ROWS)
-    engine = _native(slots, model)
+    engine = _native(config.engine, model)
 
     def load(path: str) -> Params:
         allowed = Path(str(options.weights)).resolve()

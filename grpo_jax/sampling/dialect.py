@@ -1,11 +1,14 @@
 """The dialect of `POST /v1/completions`: requests into sampling, completions into answers.
 
+An answer is one object, or a stream of pieces; both say the same of a choice.
+
 OpenAI's fields, and vLLM's for token ids and log-probabilities. What a field asks for is done or
 refused by name, never ignored.
 """
 
 import secrets
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +16,8 @@ import numpy as np
 
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.sampling.engine import check_request
-from grpo_jax.sampling.generate import SamplingConfig
+from grpo_jax.sampling.generate import STOP_REASONS, SamplingConfig
+from grpo_jax.sampling.session import Completion, Progress, Request
 
 
 class Codec(Protocol):
@@ -45,15 +49,32 @@ class Asked(NamedTuple):
     ids: bool  # return token ids
     tokens_as_ids: bool  # write `token_id:17` where a token's text stands
     skip_special: bool
+    keep_stop: bool  # the text ends with the stop string, and not before it
+    stream: bool
+    usage: bool  # a stream ends with the counts of tokens
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Completions of each prompt."""
+        return tuple(range(self.n))
+
+    def requests(self) -> list[Request]:
+        """What a session is asked; choice `i * n + m` is member m of request i."""
+        return [
+            Request(
+                prompt,
+                _request_id(self.seed, i),
+                self.members,
+                self.sampling.max_new_tokens,
+                self.sampling.stop_strings,
+            )
+            for i, prompt in enumerate(self.prompts)
+        ]
 
 
-class Served(NamedTuple):
-    """The completions of one request."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    reasons: list[str]
-    version: int  # of the weights they were drawn from
+def _request_id(seed: int, place: int) -> int:
+    """31 bits for a prompt of a request: prompts of one request draw on their own."""
+    return zlib.crc32(f"{seed} {place}".encode()) & 0x7FFFFFFF
 
 
 # Fields that change the answer and are not offered: the values that leave it as it is.
@@ -66,12 +87,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "prompt_logprobs": (None,),
     "repetition_penalty": (None, 1),
-    "stop": (None, [], ""),
-    "stream": (None, False),
-    "stream_options": (None,),
     "suffix": (None, ""),
 }
 _UNDERSTOOD = {
+    "include_stop_str_in_output",
     "logprobs",
     "max_tokens",
     "min_p",
@@ -83,7 +102,10 @@ _UNDERSTOOD = {
     "return_tokens_as_token_ids",
     "seed",
     "skip_special_tokens",
+    "stop",
     "stop_token_ids",
+    "stream",
+    "stream_options",
     "temperature",
     "top_k",
     "top_p",
@@ -137,11 +159,15 @@ def read_request(
                 min_p=_number(body, "min_p", 0.0),
                 vocabulary=vocabulary,
             ),
+            stop_strings=_stop_strings(body.get("stop")),
         )
         check_request(prompts, np.arange(len(prompts)), n, sampling, context_length)
     except ValueError as error:
         raise Refused(400, str(error)) from error
     seed = body.get("seed")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise Refused(400, f"stream_options = {options!r} may only hold include_usage")
     return Asked(
         prompts,
         n,
@@ -151,6 +177,9 @@ def read_request(
         ids=bool(body.get("return_token_ids")),
         tokens_as_ids=bool(body.get("return_tokens_as_token_ids")),
         skip_special=bool(body.get("skip_special_tokens", True)),
+        keep_stop=bool(body.get("include_stop_str_in_output")),
+        stream=bool(body.get("stream")),
+        usage=bool(options.get("include_usage")),
     )
 
 
@@ -166,6 +195,14 @@ def _prompts(prompt: Any, codec: Codec) -> list[list[int]]:
         if all(isinstance(item, list) and all(map(_is_id, item)) for item in prompt):
             return prompt
     raise Refused(400, "prompt must be a text, a list of token ids, or a list of either")
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    """One string or several; none from null, and from an empty text, which is how some say none."""
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+        raise Refused(400, f"stop = {stop!r} must be a text or a list of texts")
+    return tuple(dict.fromkeys(text for text in strings if text))
 
 
 def _is_id(item: Any) -> bool:
@@ -196,47 +233,121 @@ def whole(
     return value
 
 
-def answer(asked: Asked, served: Served, model: str, codec: Codec) -> dict[str, Any]:
-    """The JSON of a completion response."""
+def answer(
+    asked: Asked, completions: Sequence[Completion], model: str, codec: Codec
+) -> dict[str, Any]:
+    """The JSON of a completion response; completions in the order of the choices."""
     choices = []
-    for i, (tokens, logprobs, reason) in enumerate(
-        zip(served.tokens, served.logprobs, served.reasons, strict=True)
-    ):
-        choice: dict[str, Any] = {
-            "index": i,
-            "text": codec.decode(tokens, skip_special=asked.skip_special),
-            "finish_reason": reason,
-            "stop_reason": None,
-            "logprobs": None,
-        }
-        if asked.logprobs:
-            texts = [
-                f"token_id:{t}" if asked.tokens_as_ids else codec.decode([t], skip_special=False)
-                for t in tokens
-            ]
-            choice["logprobs"] = {
-                "tokens": texts,
-                "token_logprobs": logprobs,
-                "top_logprobs": None,
-                "text_offset": [],
-            }
+    for i, c in enumerate(completions):
+        text = _text(asked, c.tokens, c.stop_string, codec)
+        choice = _choice(asked, i, c.tokens, c.logprobs, text, c, codec)
         if asked.ids:
-            choice["token_ids"] = tokens
             choice["prompt_token_ids"] = asked.prompts[i // asked.n].tolist()
+            choice["weights_versions"] = c.versions.tolist()
         choices.append(choice)
-    read = sum(len(prompt) for prompt in asked.prompts)
-    written = sum(len(tokens) for tokens in served.tokens)
+    return frame(model, choices) | {
+        "usage": usage(asked, sum(len(c.tokens) for c in completions)),
+        "logprobs_mode": "processed_logprobs",  # after temperature and filters
+        # The oldest: where weights changed on the way, no token is from older ones.
+        "weights_version": min(int(c.versions.min()) for c in completions),
+    }
+
+
+class Teller:
+    """The pieces of a streamed choice, out of the progress of its completion."""
+
+    def __init__(self, asked: Asked, index: int, codec: Codec):
+        self._asked, self._index, self._codec = asked, index, codec
+        self._tokens: list[int] = []
+        self._sent = 0  # characters
+
+    def piece(self, news: Progress) -> dict[str, Any]:
+        """The choice of the next piece; text that may still change waits for a later one."""
+        self._tokens += news.tokens
+        done = news.completion
+        string = None if done is None else done.stop_string
+        text = _text(self._asked, self._tokens, string, self._codec)
+        if done is None:
+            text = text[: _settled(text, self._asked.sampling.stop_strings)]
+        new, self._sent = text[self._sent :], max(self._sent, len(text))
+        return _choice(self._asked, self._index, news.tokens, news.logprobs, new, done, self._codec)
+
+
+def frame(model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """What stands around choices."""
     return {
         "id": f"cmpl-{secrets.token_hex(8)}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-        },
-        "logprobs_mode": "processed_logprobs",  # after temperature and filters
-        "weights_version": served.version,
     }
+
+
+def usage(asked: Asked, written: int) -> dict[str, int]:
+    """Counts of tokens."""
+    read = sum(len(prompt) for prompt in asked.prompts)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+    }
+
+
+def _choice(
+    asked: Asked,
+    index: int,
+    tokens: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | np.ndarray,
+    text: str,
+    done: Completion | None,
+    codec: Codec,
+) -> dict[str, Any]:
+    """One choice, or a piece of it; `done` once it has ended."""
+    ids = [int(t) for t in tokens]
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text,
+        "finish_reason": None if done is None else STOP_REASONS[done.reason],
+        "stop_reason": None if done is None else done.stop_string,
+        "logprobs": None,
+    }
+    if asked.logprobs:
+        texts = [
+            f"token_id:{t}" if asked.tokens_as_ids else codec.decode([t], skip_special=False)
+            for t in ids
+        ]
+        choice["logprobs"] = {
+            "tokens": texts,
+            "token_logprobs": [float(v) for v in logprobs],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+    if asked.ids:
+        choice["token_ids"] = ids
+    return choice
+
+
+def _text(
+    asked: Asked, tokens: Sequence[int] | np.ndarray, stop_string: str | None, codec: Codec
+) -> str:
+    text = codec.decode([int(t) for t in tokens], skip_special=asked.skip_special)
+    place = -1 if stop_string is None else text.find(stop_string)
+    if stop_string is None or place < 0:
+        return text
+    return text[: place + len(stop_string) * asked.keep_stop]
+
+
+def _settled(text: str, stop_strings: tuple[str, ...]) -> int:
+    """How much of a growing text will not change.
+
+    What does not: all but half a character at its end, and the beginning of a stop string.
+    """
+    end = len(text.rstrip("\ufffd"))
+    begun = (
+        size
+        for string in stop_strings
+        for size in range(len(string))
+        if text[:end].endswith(string[:size])
+    )
+    return end - max(begun, default=0)

@@ -213,6 +213,7 @@ class RemoteEngine:
             "top_k": int(chosen.top_k) if chosen.top_k is not None and chosen.uses_top_k else -1,
             "min_p": chosen.min_p,
             "stop_token_ids": list(self._stop_ids),
+            "stop": list(sampling.stop_strings),
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # for servers that know only this one

@@ -31,7 +31,7 @@ class ServeConfig:
     max_waiting: int = 1024
     """Completions asked for and not yet returned; more are refused with status 429."""
     max_samplings: int = 32
-    """Different samplings, each of which compiles programs of its own."""
+    """Different temperatures, filters and minimum lengths; each compiles programs of its own."""
 
     def __post_init__(self):
         for name in ("max_body_mb", "max_waiting", "max_samplings"):

@@ -21,6 +21,7 @@ from starlette.routing import Route  # noqa: E402
 from grpo_jax import cli  # noqa: E402
 from grpo_jax.core.filtering import FilterConfig  # noqa: E402
 from grpo_jax.models import cache, presets, transformer  # noqa: E402
+from grpo_jax.sampling.dialect import _settled, read_request  # noqa: E402
 from grpo_jax.sampling.engine import EngineConfig, NativeEngine, RemoteConfig  # noqa: E402
 from grpo_jax.sampling.generate import STOP_REASONS, SamplingConfig  # noqa: E402
 from grpo_jax.sampling.remote import EngineError, RemoteEngine  # noqa: E402
@@ -56,7 +57,8 @@ def native(rows=8):
         SAMPLING,
         stop_ids=[STOP],
         context_length=24,
-        config=EngineConfig(prompt_bucket=4, rows=rows),
+        config=EngineConfig(prompt_bucket=4, rows=rows, burst=4),
+        decode=Letters().decode,
     )
 
 
@@ -184,11 +186,150 @@ def test_the_openai_client_understands_the_server(url):
             client.completions.create(model="gpt", prompt="12")
 
 
+ASKED = {"model": "letters", "prompt": "12", "seed": 8, "max_tokens": 11, "logprobs": 1}
+
+
+def test_a_stream_says_what_a_whole_answer_says(url):
+    openai = pytest.importorskip("openai")
+    extra = {"extra_body": {"return_token_ids": True}}
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        whole = client.completions.create(**ASKED, n=2, **extra)
+        pieces = list(
+            client.completions.create(
+                **ASKED, n=2, stream=True, stream_options={"include_usage": True}, **extra
+            )
+        )
+    assert pieces[-1].usage == whole.usage and not pieces[-1].choices
+    assert len(pieces) > 1 + 2 * 2  # 11 tokens in bursts of 4, unless a completion stops
+    for choice in whole.choices:
+        mine = [c for piece in pieces for c in piece.choices if c.index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text
+        assert [t for c in mine for t in c.token_ids] == choice.token_ids
+        values = [v for c in mine for v in c.logprobs.token_logprobs]
+        np.testing.assert_allclose(values, choice.logprobs.token_logprobs, atol=1e-5)
+        assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_strings_end_the_text_before_them_and_the_tokens_after(url, stream, keep):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        text = client.completions.create(**ASKED).choices[0].text
+        assert len(text) > 7
+        # Its beginning comes with the first burst, its end with the second: no half of it is told.
+        stop = text[3:7]
+        extra = {"return_token_ids": True, "include_stop_str_in_output": keep}
+        answer = client.completions.create(
+            **ASKED, stop=[stop, "no such"], stream=stream, extra_body=extra
+        )
+        choices = [p.choices[0] for p in answer] if stream else answer.choices
+    end = text.index(stop)
+    assert "".join(c.text for c in choices) == text[: end + len(stop) * keep]
+    assert sum(len(c.token_ids) for c in choices) == end + len(stop)
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
+
+
+def test_what_may_still_become_a_stop_string_or_a_letter_is_held_back():
+    assert _settled("abcXY", ("XYZ", "cQ")) == 3
+    assert _settled("abc", ("cQ", "bcd")) == 1
+    assert _settled("abc\ufffd", ()) == 3
+    assert _settled("abc", ()) == 3
+
+
+def test_rows_that_a_stop_string_ended_can_be_trained_on(url):
+    plain = remote(url).generate(params(), PROMPTS[:1], 1, jax.random.key(5))
+    ((tokens, logprobs),) = rows_of(plain)
+    sampling = dataclasses.replace(SAMPLING, stop_strings=(Letters().decode(tokens[2:4]),))
+    out = remote(url, sampling=sampling).generate(params(), PROMPTS[:1], 1, jax.random.key(5))
+    ((same, close),) = rows_of(out)
+    assert same == tokens[:4] and STOP_REASONS[out.stop_reasons[0]] == "stop"
+    np.testing.assert_allclose(close, logprobs[:4], atol=1e-5)
+
+
+def test_a_request_joins_what_is_being_decoded_and_leaves_before_it():
+    used = NativeEngine(
+        cache.decoder_for(CONFIG),
+        SAMPLING,
+        stop_ids=[],
+        config=EngineConfig(prompt_bucket=4, rows=2, burst=2),
+    )
+    batcher = Batcher(used, params(), ServeConfig())
+    order, begun, go_on = [], threading.Event(), threading.Event()
+
+    def tell(choice, news):
+        del choice, news
+        begun.set()
+        assert go_on.wait(60)
+
+    try:
+        asked = read({"prompt": [1, 2], "max_tokens": 200})
+        long = batcher.submit(asked, tell)
+        long.add_done_callback(lambda _: order.append("long"))
+        assert begun.wait(60)  # the long one is on its way, and held up
+        short = batcher.submit(read({"prompt": [3], "max_tokens": 3, "temperature": 1.0}))
+        short.add_done_callback(lambda _: order.append("short"))
+        go_on.set()
+        assert len(short.result(60)[0].tokens) == 3
+        assert len(long.result(60)[0].tokens) == 200
+    finally:
+        batcher.close()
+    assert order == ["short", "long"]
+
+
+def read(body):
+    return read_request(body, "letters", Letters(), None)
+
+
+def test_a_client_that_goes_away_frees_its_slots():
+    used = NativeEngine(
+        cache.decoder_for(CONFIG),
+        SAMPLING,
+        stop_ids=[],
+        config=EngineConfig(prompt_bucket=4, rows=1, burst=2),
+    )
+    batcher = Batcher(used, params(), ServeConfig())
+    app = make_app(batcher, Letters(), model="letters")
+    endless = {"prompt": [1], "max_tokens": 1_000_000, "stream": True}
+    try:
+        with listening(app) as url:
+            with httpx.stream("POST", f"{url}/completions", json=endless, timeout=60) as answer:
+                assert next(answer.iter_lines()).startswith("data: ")
+            # the one slot there is serves somebody else
+            assert post(url, {"prompt": [2], "max_tokens": 2}).status_code == 200
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/completions", json=endless | {"stream": False}, timeout=1.0)
+            assert post(url, {"prompt": [2], "max_tokens": 2}).status_code == 200
+    finally:
+        batcher.close()
+
+
+def test_other_samplings_wait_their_turn_and_a_failure_hurts_only_who_runs():
+    batcher = Batcher(native(), params(), ServeConfig())
+    try:
+        asked = [
+            read({"prompt": [1, 2], "seed": 1, "temperature": t, "max_tokens": 5})
+            for t in (0.0, 1.0, 0.0, 1.0)
+        ]
+        results = [future.result(60)[0] for future in [batcher.submit(a) for a in asked]]
+        assert results[0].tokens.tolist() == results[2].tokens.tolist()
+        assert results[1].tokens.tolist() == results[3].tokens.tolist()
+        batcher.load({"nonsense": np.zeros(3)}, 1)
+        with pytest.raises(Exception, match="layers"):
+            batcher.submit(asked[0]).result(60)
+        batcher.load(params(), 2)
+        again = batcher.submit(asked[0]).result(60)[0]
+        assert again.tokens.tolist() == results[0].tokens.tolist()
+        assert set(again.versions.tolist()) == {2}
+    finally:
+        batcher.close()
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"prompt": "12", "stream": True}, 400, "stream = True is not offered"),
-        ({"prompt": "12", "stop": ["3"]}, 400, "is not offered"),
+        ({"prompt": "12", "stop": [3]}, 400, "stop = [3] must be a text or a list of texts"),
+        ({"prompt": "12", "stream_options": {"x": 1}}, 400, "may only hold include_usage"),
         ({"prompt": "12", "top_q": 1}, 400, "unknown field 'top_q'"),
         ({"prompt": "12", "top_p": "much"}, 400, "top_p = 'much' must be a number"),
         ({"prompt": "12", "n": 0}, 400, "n = 0 must be at least 1"),
@@ -222,7 +363,9 @@ def test_limits_on_size_waiting_and_programs():
         full = post(url, {"prompt": "12", "n": 4})
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
         assert post(url, {"prompt": "12", "max_tokens": 2}).status_code == 200
-        assert "sampling number 2" in post(url, {"prompt": "12"}).json()["error"]["message"]
+        assert post(url, {"prompt": "12", "n": 2}).status_code == 200
+        other = post(url, {"prompt": "12", "temperature": 0.5})
+        assert "sampling number 2" in other.json()["error"]["message"]
 
 
 def test_a_token_is_asked_for(monkeypatch):

@@ -1,4 +1,4 @@
-"""Sessions: refilled slots, streams, ends from outside, continuations, meshes, compiled programs."""
+"""Sessions: refilled slots, streams, ends from outside, continuations, meshes, what is compiled."""
 
 import contextlib
 import dataclasses
