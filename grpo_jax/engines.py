@@ -80,16 +80,16 @@ def _publisher(config: Config, shape: ModelConfig) -> Callable[[Params, int], No
     chosen = config.engine.remote
     if chosen.weights is None:
         return None
-    folder, remote = Path(chosen.weights).absolute(), _optional("remote")
+    folder, http = Path(chosen.weights).absolute(), _optional("http_client")
 
     def publish(params: Params, version: int) -> None:
         whole = multihost.fetch(params)
 
         def hand_over() -> None:
             hf.save_model(folder, shape, whole, companions=config.model.path)
-            with remote.make_client(chosen) as client:
+            with http.make_client(chosen) as client:
                 body = {"path": str(folder), "version": version}
-                remote.post(client, chosen, "/load_weights", body)
+                http.post(client, chosen, "/load_weights", body)
 
         multihost.from_main(hand_over, "the weights for the serving engine")
 

@@ -44,6 +44,29 @@ class RolloutEngine(Protocol):
         """How many programs were compiled here so far."""
         ...
 
+    def complete(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        key: jax.Array,
+        *,
+        sampling: SamplingConfig | None = None,
+        version: int = 0,
+        token_budget: int | None = None,
+    ) -> Iterator[Completion]:
+        """Yield the completions of requests as they end; closing the iterator ends the rest.
+
+        Args:
+          params: the weights to sample from.
+          requests: what to complete.
+          key: root of the draws.
+          sampling: replaces the engine's own configuration.
+          version: of the weights; every token carries it.
+          token_budget: once so many tokens were drawn, the rest comes out as it is, with the
+            reason "budget", some of it empty; `Request.begun` continues it. None: no end.
+        """
+        ...
+
     def generate(
         self,
         params: Params,
@@ -235,24 +258,13 @@ class NativeEngine:
         version: int = 0,
         token_budget: int | None = None,
     ) -> Iterator[Completion]:
-        """Yield the completions of requests as they end.
-
-        Args:
-          params: the weights.
-          requests: what to complete.
-          key: root of the draws.
-          sampling: replaces the engine's own configuration.
-          version: of the weights; every token carries it.
-          token_budget: once so many tokens were drawn, the rest comes out as it is, with the
-            reason "budget", some of it empty; `Request.begun` continues it. None: no end.
+        """Yield the completions of requests as they end; see `RolloutEngine.complete`.
 
         Raises:
-          ValueError: a prompt does not fit the context with its completion, or the budget is
-            below 1.
+          ValueError: a request cannot be served, or the budget is below 1.
         """
         sampling = sampling or self.sampling
-        if token_budget is not None and token_budget < 1:
-            raise ValueError(f"token_budget={token_budget} must be at least 1 token, or None")
+        check_budget(token_budget)
         rows = sum(len(r.members) for r in requests)
         session = self.open(params, key, rows=max(rows, 1), sampling=sampling, version=version)
         for request in requests:
@@ -298,6 +310,12 @@ def _run(session: Session, token_budget: int | None) -> Iterator[Completion]:
             left -= sum(len(new.tokens) for new in news)
             if left <= 0:
                 yield from session.stop()
+
+
+def check_budget(token_budget: int | None) -> None:
+    """Refuse a budget without tokens."""
+    if token_budget is not None and token_budget < 1:
+        raise ValueError(f"token_budget={token_budget} must be at least 1 token, or None")
 
 
 def check_request(

@@ -12,38 +12,33 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import math
-import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import httpx
 import jax
 import numpy as np
-import tenacity
 
 from grpo_jax.core.policy import Params
-from grpo_jax.sampling.engine import RemoteConfig, check_request, lay_out
-from grpo_jax.sampling.generate import LENGTH, STOP, Generation, SamplingConfig
+from grpo_jax.sampling.engine import RemoteConfig, check_budget, check_request, lay_out
+from grpo_jax.sampling.generate import BUDGET, LENGTH, STOP, Generation, SamplingConfig
+from grpo_jax.sampling.http_client import EngineError, make_client, post
+from grpo_jax.sampling.session import Completion, Request, check_context, check_left
 from grpo_jax.scale import multihost
 
 Publish = Callable[[Params, int], None]
-_LONGEST_PAUSE = 60.0  # seconds between two attempts
-_PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses that may be gone at the next attempt
 _PLACEHOLDER = "token_id:"  # how the dialect writes an id where it would write its text
 
 
-class EngineError(RuntimeError):
-    """The server could not be reached, or answered with what must not be trained on."""
-
-
-class Completion(NamedTuple):
+class Row(NamedTuple):
     """One completion as the server reports it."""
 
     tokens: list[int]  # its end token included
     logprobs: list[float]  # nats, as many as tokens
     reason: int  # index into `generate.STOP_REASONS`
+    stop_string: str | None = None  # that ended it
 
 
 class RemoteEngine:
@@ -113,7 +108,7 @@ class RemoteEngine:
         seeds = [_seed(key, int(i)) for i in ids]
         mine, size = multihost.my_share(len(prompts)), self.config.prompts_per_request
 
-        def ask() -> list[list[Completion]]:
+        def ask() -> list[list[Row]]:
             starts = range(mine.start, mine.stop, size)
             cuts = [slice(start, min(start + size, mine.stop)) for start in starts]
             requests = [(prompts[cut], seeds[cut.start]) for cut in cuts]
@@ -126,6 +121,63 @@ class RemoteEngine:
         parts = multihost.all_succeed(ask, "the serving engine", limit=patience)
         groups = [group for part in parts for group in part]
         return lay_out(prompts, [row for group in groups for row in group], self._pad_id)
+
+    def complete(
+        self,
+        params: Params,
+        requests: Sequence[Request],
+        key: jax.Array,
+        *,
+        sampling: SamplingConfig | None = None,
+        version: int = 0,
+        token_budget: int | None = None,
+    ) -> Iterator[Completion]:
+        """Yield completions as the server ends them; see `RolloutEngine.complete`.
+
+        A budget, and an iterator that is closed, hang up on what is on its way: nothing of it is
+        kept. What is continued is sent as a prompt, with a seed of its own. This process asks for
+        all of it.
+
+        Raises:
+          ValueError: a request cannot be served, the budget is below 1, or log-probabilities would
+            be those of another distribution.
+          EngineError: the server is out of reach, or its answer must not be trained on.
+        """
+        sampling = sampling or self.sampling
+        check_budget(token_budget)
+        for r in requests:
+            limit = r.max_new_tokens or sampling.max_new_tokens
+            check_context(len(r.prompt), limit, self._context_length)
+        self._hand_over(params)
+        calls = [call for r in requests for call in _calls(r, sampling, key)]
+        return self._as_they_end(calls, version, token_budget)
+
+    def _as_they_end(
+        self, calls: "Sequence[_Call]", version: int, token_budget: int | None
+    ) -> Iterator[Completion]:
+        over, left = threading.Event(), math.inf if token_budget is None else token_budget
+        client = make_client(self.config)
+        pool = concurrent.futures.ThreadPoolExecutor(self.config.concurrency)
+        try:
+            asked = {
+                pool.submit(
+                    self._ask, client, over, [c.prompt], c.seed, len(c.members), c.sampling
+                ): c
+                for c in calls
+            }
+            for future in concurrent.futures.as_completed(list(asked)):
+                call = asked.pop(future)
+                (rows,) = future.result()
+                left -= sum(len(row.tokens) for row in rows)
+                yield from call.completions(rows, version)
+                if left <= 0:
+                    break
+            for call in asked.values():
+                yield from call.completions([Row([], [], BUDGET)] * len(call.members), version)
+        finally:
+            over.set()
+            client.close()  # hangs up
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _hand_over(self, params: Params) -> None:
         """Publish weights that the server does not have yet."""
@@ -144,7 +196,7 @@ class RemoteEngine:
         requests: Sequence[tuple[list[np.ndarray], int]],
         group_size: int,
         sampling: SamplingConfig,
-    ) -> list[list[Completion]]:
+    ) -> list[list[Row]]:
         """Send requests side by side; after the first failure none is sent, or sent again."""
         over = threading.Event()
         with concurrent.futures.ThreadPoolExecutor(self.config.concurrency) as pool:
@@ -171,7 +223,7 @@ class RemoteEngine:
         seed: int,
         group_size: int,
         sampling: SamplingConfig,
-    ) -> list[list[Completion]]:
+    ) -> list[list[Row]]:
         """Complete the prompts of one request; returns a group for each."""
         body = {"model": self._model_name(client)} | self._body(prompts, seed, group_size, sampling)
         answer = post(client, self.config, "/completions", body, over)
@@ -245,9 +297,7 @@ class RemoteEngine:
                 "engine.remote.processed to true, or sample with temperature 1 and no filter"
             )
 
-    def _read(
-        self, choice: dict[str, Any], prompt: np.ndarray, sampling: SamplingConfig
-    ) -> Completion:
+    def _read(self, choice: dict[str, Any], prompt: np.ndarray, sampling: SamplingConfig) -> Row:
         """Take one choice apart, and refuse what must not be trained on."""
         where = f"choice {choice.get('index')} of {self.config.url}"
         echoed = choice.get("prompt_token_ids")
@@ -278,8 +328,12 @@ class RemoteEngine:
                 f"{where} holds the token id {max(tokens)}, and the tokenizer knows {limit}; the "
                 "server runs another model, or draws from the padding of its vocabulary"
             )
-        return Completion(
-            list(tokens), [float(v) for v in values], self._reason(choice, tokens, where)
+        string = choice.get("stop_reason")
+        return Row(
+            list(tokens),
+            [float(v) for v in values],
+            self._reason(choice, tokens, where),
+            string if isinstance(string, str) else None,
         )
 
     def _reason(self, choice: dict[str, Any], tokens: Sequence[int], where: str) -> int:
@@ -301,77 +355,65 @@ class RemoteEngine:
         return STOP
 
 
-def make_client(config: RemoteConfig) -> httpx.Client:
-    """An HTTP client with the server's address, the token and the time limit."""
-    token = os.environ.get(config.token_variable)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.Client(
-        base_url=str(config.url).rstrip("/"),
-        headers=headers,
-        timeout=httpx.Timeout(config.timeout, connect=min(config.timeout, 30.0)),
-        limits=httpx.Limits(max_connections=config.concurrency),
+class _Call(NamedTuple):
+    """Members of a request that are asked for together."""
+
+    request: Request
+    members: tuple[int, ...]
+    begun: Completion | None  # of the one member
+    prompt: np.ndarray
+    seed: int
+    sampling: SamplingConfig
+
+    def completions(self, rows: Sequence[Row], version: int) -> list[Completion]:
+        """What the server drew, behind what had begun."""
+        return [
+            Completion(
+                self.request,
+                member,
+                _behind(self.begun and self.begun.tokens, row.tokens, np.int32),
+                _behind(self.begun and self.begun.logprobs, row.logprobs, np.float32),
+                _behind(self.begun and self.begun.versions, [version] * len(row.tokens), np.int32),
+                row.reason,
+                row.stop_string,
+            )
+            for member, row in zip(self.members, rows, strict=True)
+        ]
+
+
+def _calls(request: Request, sampling: SamplingConfig, key: jax.Array) -> list[_Call]:
+    """A call for all members, if they are the first ones and begin; else one for each."""
+    strings = sampling.stop_strings if request.stop_strings is None else request.stop_strings
+    limit = request.max_new_tokens or sampling.max_new_tokens
+    sampling = dataclasses.replace(
+        sampling,
+        max_new_tokens=limit,
+        min_new_tokens=min(sampling.min_new_tokens, limit),
+        stop_strings=strings,
     )
-
-
-def post(
-    client: httpx.Client,
-    config: RemoteConfig,
-    path: str,
-    body: dict[str, Any] | None,
-    over: threading.Event | None = None,
-) -> dict[str, Any]:
-    """Send one request (GET without a body), again where the failure may pass.
-
-    Once `over` is set, nothing more is sent.
-
-    Returns:
-      The JSON object of the answer.
-
-    Raises:
-      EngineError: refused, not JSON, still failing after `config.retries` further attempts, or
-        `over` was set.
-    """
-    over = over or threading.Event()
-
-    def once() -> httpx.Response:
-        if over.is_set():  # a pause that it cut short ends in one more attempt
-            raise EngineError(f"{config.url}{path} was given up: another request failed")
-        response = client.get(path) if body is None else client.post(path, json=body)
-        if response.status_code in _PASSING:
-            response.raise_for_status()
-        return response
-
-    attempts = tenacity.Retrying(
-        sleep=tenacity.sleep_using_event(over),
-        retry=tenacity.retry_if_exception_type((httpx.TransportError, httpx.HTTPStatusError)),
-        stop=tenacity.stop_after_attempt(config.retries + 1) | tenacity.stop_when_event_set(over),
-        wait=tenacity.wait_exponential(config.backoff, _LONGEST_PAUSE)
-        + tenacity.wait_random(0, config.backoff),
-        reraise=True,
-    )
-    try:
-        response = attempts(once)
-    except (httpx.TransportError, httpx.HTTPStatusError) as error:
-        said = error.response.text[:200] if isinstance(error, httpx.HTTPStatusError) else error
-        raise EngineError(
-            f"{config.url}{path} failed {config.retries + 1} times, the last time with "
-            f"{type(error).__name__}: {said}; see engine.remote.retries and engine.remote.timeout "
-            f"({config.timeout:g} s)"
-        ) from error
-    if response.status_code != 200:
-        raise EngineError(
-            f"{config.url}{path} refused the request with status {response.status_code}: "
-            f"{response.text[:500]}"
+    if not request.begun and request.members == tuple(range(len(request.members))):
+        seed = _seed(key, request.id)
+        return [_Call(request, request.members, None, request.prompt, seed, sampling)]
+    calls = []
+    for i, member in enumerate(request.members):
+        begun = request.begun[i] if request.begun else None
+        old = np.zeros(0, np.int32) if begun is None else begun.tokens
+        check_left(request, member, len(old), limit)
+        rest = dataclasses.replace(
+            sampling,
+            max_new_tokens=limit - len(old),
+            min_new_tokens=max(sampling.min_new_tokens - len(old), 0),
         )
-    try:
-        answer = response.json()
-    except ValueError as error:
-        raise EngineError(f"{config.url}{path} did not answer with JSON: {error}") from error
-    if not isinstance(answer, dict):
-        raise EngineError(
-            f"{config.url}{path} answered with {type(answer).__name__}, not an object"
-        )
-    return answer
+        # Not the random numbers of the tokens before it, which the prompt depends on.
+        seed = _seed(jax.random.fold_in(jax.random.fold_in(key, member), len(old)), request.id)
+        prompt = np.concatenate([request.prompt, old.astype(np.int32)])
+        calls.append(_Call(request, (member,), begun, prompt, seed, rest))
+    return calls
+
+
+def _behind(old: np.ndarray | None, new: Sequence[Any], dtype: Any) -> np.ndarray:
+    fresh = np.asarray(new, dtype)
+    return fresh if old is None else np.concatenate([old, fresh])
 
 
 def _seed(key: jax.Array, request_id: int) -> int:

@@ -233,11 +233,7 @@ class Session:
         for i, member in enumerate(request.members):
             old = request.begun[i] if request.begun else None
             begun = 0 if old is None else len(old.tokens)
-            if begun >= limit:
-                raise ValueError(
-                    f"completion {member} of request {request.id} has {begun} tokens and may have "
-                    f"max_new_tokens={limit}; raise the limit, or do not continue it"
-                )
+            check_left(request, member, begun, limit)
             prompt = shared
             if old is not None and begun:
                 prompt = _Prompt(np.concatenate([request.prompt, old.tokens.astype(np.int32)]))
@@ -439,6 +435,15 @@ class Session:
             goes_on = np.ones(len(self._slots), bool)
             goes_on[slots] = False
             self._state = self._state._replace(running=self._state.running & goes_on)
+
+
+def check_left(request: Request, member: int, begun: int, limit: int) -> None:
+    """Refuse to continue a completion that may have no more tokens."""
+    if begun >= limit:
+        raise ValueError(
+            f"completion {member} of request {request.id} has {begun} tokens and may have "
+            f"max_new_tokens={limit}; raise the limit, or do not continue it"
+        )
 
 
 def _progress(row: _Row, reason: int | None) -> Progress:

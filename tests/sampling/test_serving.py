@@ -23,10 +23,12 @@ from grpo_jax.core.filtering import FilterConfig  # noqa: E402
 from grpo_jax.models import cache, presets, transformer  # noqa: E402
 from grpo_jax.sampling.dialect import _settled, read_request  # noqa: E402
 from grpo_jax.sampling.engine import EngineConfig, NativeEngine, RemoteConfig  # noqa: E402
-from grpo_jax.sampling.generate import STOP_REASONS, SamplingConfig  # noqa: E402
-from grpo_jax.sampling.remote import EngineError, RemoteEngine  # noqa: E402
+from grpo_jax.sampling.generate import BUDGET, STOP_REASONS, SamplingConfig  # noqa: E402
+from grpo_jax.sampling.http_client import EngineError  # noqa: E402
+from grpo_jax.sampling.remote import RemoteEngine  # noqa: E402
 from grpo_jax.sampling.server import Batcher, make_app  # noqa: E402
 from grpo_jax.sampling.serving import ServeConfig  # noqa: E402
+from grpo_jax.sampling.session import Request  # noqa: E402
 
 CONFIG = presets.preset("tiny", num_layers=1, hidden_size=16, intermediate_size=32, vocab_size=40)
 STOP = 7
@@ -186,6 +188,7 @@ def test_the_openai_client_understands_the_server(url):
             client.completions.create(model="gpt", prompt="12")
 
 
+KEY = jax.random.key(9)
 ASKED = {"model": "letters", "prompt": "12", "seed": 8, "max_tokens": 11, "logprobs": 1}
 
 
@@ -245,6 +248,41 @@ def test_rows_that_a_stop_string_ended_can_be_trained_on(url):
     ((same, close),) = rows_of(out)
     assert same == tokens[:4] and STOP_REASONS[out.stop_reasons[0]] == "stop"
     np.testing.assert_allclose(close, logprobs[:4], atol=1e-5)
+
+
+def test_completions_come_from_a_server_one_by_one_and_continue_where_they_were_left(url):
+    engine = remote(url)
+    asked = [Request(p, id=i, members=(0, 1, 2)) for i, p in enumerate(PROMPTS)]
+    done = list(engine.complete(params(), asked, jax.random.key(5), version=2))
+    wanted = rows_of(engine.generate(params(), PROMPTS, 3, jax.random.key(5)))
+    assert len(done) == 9
+    for c in done:
+        tokens, logprobs = wanted[3 * c.request.id + c.member]
+        assert c.tokens.tolist() == tokens and c.versions.tolist() == [2] * len(tokens)
+        np.testing.assert_allclose(c.logprobs, logprobs, atol=1e-5)
+
+    parts = list(remote(url, concurrency=1).complete(params(), asked, KEY, token_budget=1))
+    assert len(parts) == 9
+    left = [c for c in parts if STOP_REASONS[c.reason] == "budget"]
+    assert len(left) == 6 and not any(len(c.tokens) for c in left)
+
+    full = next(c for c in done if len(c.tokens) > 3)
+    half = full._replace(
+        reason=BUDGET,
+        tokens=full.tokens[:2],
+        logprobs=full.logprobs[:2],
+        versions=full.versions[:2],
+    )
+    again = Request(half.request.prompt, members=(half.member,), begun=(half,))
+    (whole,) = engine.complete(params(), [again], KEY, version=3)
+    assert whole.tokens[:2].tolist() == full.tokens[:2].tolist()
+    assert whole.versions.tolist() == [2, 2] + [3] * (len(whole.tokens) - 2)
+    row = np.concatenate([half.request.prompt, whole.tokens])
+    np.testing.assert_allclose(
+        whole.logprobs[2:], scored(row)[len(half.request.prompt) + 2 :], atol=1e-4
+    )
+    with pytest.raises(ValueError, match="exceeds the model's context of 24"):
+        engine.complete(params(), [Request([1], max_new_tokens=24)], KEY)
 
 
 def test_a_request_joins_what_is_being_decoded_and_leaves_before_it():
