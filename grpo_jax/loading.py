@@ -78,6 +78,7 @@ def load_model(config: Config) -> Model:
         remat=config.model.remat,
         attention=config.model.attention,
         freeze_router=config.model.freeze_router,
+        cache_dtype=config.engine.cache_dtype,
         # Once for all who read them: the state copies them, the reference policy shares them. What
         # does not divide is said by the state's rules.
         place=lambda shapes: rules.partition(shapes, mesh, table, say=quiet),

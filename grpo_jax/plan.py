@@ -283,7 +283,7 @@ def abstract_model(config: Config, mesh: Mesh) -> loading.Model:
     loaded = hf.LoadedModel(
         shape,
         transformer.policy_for(shape),
-        cache.decoder_for(shape, unroll=on_cpu),
+        cache.decoder_for(shape, unroll=on_cpu, dtype=config.engine.cache_dtype),
         transformer.abstract_params(shape),
     )
     table = rules.table(config.mesh)

@@ -5,7 +5,7 @@ length.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -63,6 +63,10 @@ class Grafted(NamedTuple):
 
     bind: Callable[[Params], Policy]
     frozen: Params
+
+
+CacheDtype = Literal["model", "bfloat16", "int8"]
+"""What a cache holds keys and values in: the compute dtype, or something smaller."""
 
 
 class Decoder(NamedTuple):

@@ -9,6 +9,9 @@ of its own, since slicing a layer out of a stack would copy it at every token. E
 stay stacked under `lax.scan`, with the cache as its carry, and compile time does not grow with
 depth.
 
+Keys and values are held in the compute dtype, in bfloat16, or in int8 with one scale a position and
+head. They are read back into the compute dtype, a layer at a time.
+
 What stands in the cache beyond a row's own position is garbage: `step` writes a position before
 anything may see it.
 
@@ -25,39 +28,51 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from grpo_jax.core.policy import Decoder, Params
+from grpo_jax.core.policy import CacheDtype, Decoder, Params
 from grpo_jax.models import attention, layers, rope, transformer
 from grpo_jax.models.model_config import Kind, ModelConfig
+
+
+class Int8(NamedTuple):
+    """Numbers as whole multiples of a scale."""
+
+    values: jax.Array  # i8[..., S, hd]
+    scale: jax.Array  # f32[..., S, 1]
 
 
 class Slots(NamedTuple):
     """Keys and values of one layer [N, K, S, hd], or of all of them [N, L, K, S, hd]."""
 
-    key: jax.Array
-    value: jax.Array
+    key: jax.Array | Int8
+    value: jax.Array | Int8
 
 
 Cache = tuple[Slots, ...] | Slots  # one a layer (unrolled), or one for all layers (stacked)
 
 
-def decoder_for(config: ModelConfig, *, unroll: bool | None = None) -> Decoder:
+def decoder_for(
+    config: ModelConfig, *, unroll: bool | None = None, dtype: CacheDtype = "model"
+) -> Decoder:
     """Return the cached form of the model.
 
     Args:
       config: the model.
       unroll: one program part a layer (see the top of this file); None: on a CPU only.
+      dtype: of the cache; "model" is the compute dtype. docs/numerics.md has the errors of others.
     """
     unroll = jax.default_backend() == "cpu" if unroll is None else unroll
     bind = functools.partial
     return Decoder(
-        init_cache=bind(init_cache, config, unroll),
+        init_cache=bind(init_cache, config, unroll, dtype),
         prefill=bind(prefill, config, unroll),
         step=bind(step, config, unroll),
         prepare=bind(prepare, config, unroll),
     )
 
 
-def init_cache(config: ModelConfig, unroll: bool, slots: int, length: int) -> Cache:
+def init_cache(
+    config: ModelConfig, unroll: bool, dtype: CacheDtype, slots: int, length: int
+) -> Cache:
     """Make room for `length` positions of `slots` rows.
 
     Raises:
@@ -73,10 +88,14 @@ def init_cache(config: ModelConfig, unroll: bool, slots: int, length: int) -> Ca
     kv, width = config.num_kv_heads, config.head_dim
     shape = (slots, kv, length, width) if unroll else (slots, config.num_layers, kv, length, width)
 
-    def empty() -> Slots:
-        return Slots(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
+    def empty() -> jax.Array | Int8:
+        if dtype == "int8":
+            return Int8(jnp.zeros(shape, jnp.int8), jnp.zeros((*shape[:-1], 1), jnp.float32))
+        return jnp.zeros(shape, config.compute_dtype if dtype == "model" else jnp.dtype(dtype))
 
-    return tuple(empty() for _ in range(config.num_layers)) if unroll else empty()
+    layers_apart = config.num_layers if unroll else 1
+    parts = tuple(Slots(empty(), empty()) for _ in range(layers_apart))
+    return parts if unroll else parts[0]
 
 
 def prepare(config: ModelConfig, unroll: bool, params: Params) -> Params:
@@ -170,7 +189,8 @@ def step(
             _write_token(slots.value, value, positions, layer),
         )
         seen = slots if layer is None else jax.tree.map(lambda a: _layer(a, layer), slots)
-        return block.step_mix(x, query, seen.key, seen.value, view.mask, linear), slots
+        key, value = _read(seen.key, query.dtype), _read(seen.value, query.dtype)
+        return block.step_mix(x, query, key, value, view.mask, linear), slots
 
     x = _embed(config, params, tokens)
     x, cache = _run_layers(config, unroll, one_layer, params["layers"], x, cache)
@@ -212,21 +232,47 @@ def _layer(stacked: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stacked, layer, axis=1, keepdims=False)
 
 
-def _write_prompt(old: jax.Array, new: jax.Array, layer: jax.Array | None) -> jax.Array:
+def _write_prompt(
+    old: jax.Array | Int8, new: jax.Array, layer: jax.Array | None
+) -> jax.Array | Int8:
     """Write [N, P, K, hd] to positions 0 .. P - 1 of one layer."""
-    new = new.swapaxes(1, 2)
-    if layer is None:
-        return jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0))
-    return jax.lax.dynamic_update_slice(old, new[:, None], (0, layer, 0, 0, 0))
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        if layer is None:
+            return jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0))
+        return jax.lax.dynamic_update_slice(old, new[:, None], (0, layer, 0, 0, 0))
+
+    return jax.tree.map(write, old, _as_held(new.swapaxes(1, 2), old))
 
 
 def _write_token(
-    old: jax.Array, new: jax.Array, positions: jax.Array, layer: jax.Array | None
-) -> jax.Array:
+    old: jax.Array | Int8, new: jax.Array, positions: jax.Array, layer: jax.Array | None
+) -> jax.Array | Int8:
     """Write [N, K, hd] to each row's position of one layer; beyond the cache, write nothing."""
     rows = jnp.arange(new.shape[0])
-    place = old.at[rows, :, positions] if layer is None else old.at[rows, layer, :, positions]
-    return place.set(new, mode="drop", unique_indices=True)
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        place = old.at[rows, :, positions] if layer is None else old.at[rows, layer, :, positions]
+        return place.set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, old, _as_held(new, old))
+
+
+def _as_held(new: jax.Array, old: jax.Array | Int8) -> jax.Array | Int8:
+    """Numbers [..., hd] in the form that a cache holds them in."""
+    if isinstance(old, jax.Array):
+        return new.astype(old.dtype)
+    # scale = max |x| / 127 over a head, values = round(x / scale): off by scale / 2 at most
+    new = new.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(new), axis=-1, keepdims=True) / 127
+    return Int8(jnp.round(new / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale)
+
+
+def _read(held: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
+    """What a cache holds, in the dtype of the computation."""
+    if isinstance(held, jax.Array):
+        return held.astype(dtype)
+    return held.values.astype(dtype) * held.scale.astype(dtype)
 
 
 def _embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:

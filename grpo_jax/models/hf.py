@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from grpo_jax.core.policy import Decoder, Params, Policy
+from grpo_jax.core.policy import CacheDtype, Decoder, Params, Policy
 from grpo_jax.models import cache, hf_config, hf_names, hf_shards, transformer
 from grpo_jax.models.model_config import AttentionName, Dtype, ModelConfig, Remat
 
@@ -65,6 +65,7 @@ def load_model(
     remat: Remat = "none",
     attention: AttentionName = "auto",
     freeze_router: bool = False,
+    cache_dtype: CacheDtype = "model",
     place: Place | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder of a supported architecture.
@@ -76,6 +77,7 @@ def load_model(
       remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
       attention: how whole rows attend, see `attention`.
       freeze_router: give the router of routed experts no gradient.
+      cache_dtype: what the decoder holds keys and values in.
       place: shapes of the parameters -> where each of them lives; the default device if None.
 
     Raises:
@@ -94,7 +96,8 @@ def load_model(
         freeze_router=freeze_router,
     )
     params = load_params(folder, config, place)
-    return LoadedModel(config, transformer.policy_for(config), cache.decoder_for(config), params)
+    decoder = cache.decoder_for(config, dtype=cache_dtype)
+    return LoadedModel(config, transformer.policy_for(config), decoder, params)
 
 
 def load_params(

@@ -9,13 +9,13 @@ Symbols: `P` prompts, `G` completions a prompt, `N = P·G` rows, `W` width of th
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax.core.policy import Decoder, Params
+from grpo_jax.core.policy import CacheDtype, Decoder, Params
 from grpo_jax.sampling.generate import Generation, SamplingConfig
 from grpo_jax.sampling.session import Completion, Request, Session, check_context
 from grpo_jax.sampling.shapes import Shapes
@@ -140,6 +140,9 @@ class EngineConfig:
       rows: slots, completions decoded at one time; None decodes all of a call together.
       prefill: prompts read together, at most.
       burst: tokens a completion gets between two looks at which have ended, at most.
+      cache_dtype: what keys and values are held in: "model" (the compute dtype), "bfloat16", or
+        "int8" with a scale a position and head. Tokens are drawn, and their log-probabilities
+        recorded, under what was read back: the trainer's differ by what docs/numerics.md says.
       remote: a serving stack that samples instead.
 
     Raises:
@@ -150,6 +153,7 @@ class EngineConfig:
     rows: int | None = None
     prefill: int = 8
     burst: int = 32
+    cache_dtype: CacheDtype = "model"
     remote: RemoteConfig = RemoteConfig()
 
     def __post_init__(self):
@@ -157,6 +161,10 @@ class EngineConfig:
             raise ValueError(f"prompt_bucket={self.prompt_bucket} must be at least 1 token")
         if self.rows is not None and self.rows < 1:
             raise ValueError(f"rows={self.rows} must be at least 1, or None for no limit")
+        if self.cache_dtype not in get_args(CacheDtype):
+            raise ValueError(
+                f"cache_dtype={self.cache_dtype!r} must be one of {', '.join(get_args(CacheDtype))}"
+            )
         for name in ("prefill", "burst"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -171,3 +171,36 @@ def test_keys_and_values_are_not_copied_for_each_head():
     attend = jax.jit(functools.partial(attention.weigh, presets.preset("tiny")))
     memory = attend.lower(query, key, key, mask).compile().memory_analysis()
     assert memory.temp_size_in_bytes < rows * heads * length * width * 4 / 4
+
+
+@UNROLL
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.05), ("int8", 0.2)])
+def test_a_smaller_cache_costs_little(draw, rows, unroll, dtype, atol):
+    """bfloat16 is off by 2^-9 of a number, int8 by 1/254 of the largest in its head: 4 times as much.
+
+    Bounds on logits around 5, of a model with sharp attention; docs/numerics.md has a real one.
+    """
+    config, params = make(draw)
+    lengths = jnp.array(LENGTHS, jnp.int32)
+    tokens, *_ = rows(264, LENGTHS, WIDTH + NEW)
+    run = functools.partial(decode, config)
+    exact = run(cache.decoder_for(config, unroll=unroll), params, tokens, lengths, WIDTH + NEW)
+    small = cache.decoder_for(config, unroll=unroll, dtype=dtype)
+    found = run(small, params, tokens, lengths, WIDTH + NEW)
+    np.testing.assert_array_equal(found[:, 0], exact[:, 0])  # a prompt is read before it is stored
+    error = np.abs(found - exact).max()
+    assert 1e-4 < error < atol
+
+
+@UNROLL
+def test_int8_is_off_by_half_a_step_and_holds_zeros(unroll):
+    config = presets.preset("tiny", num_layers=1)
+    small = cache.decoder_for(config, unroll=unroll, dtype="int8").init_cache(3, 8)
+    held = jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, cache.Int8))[0]
+    assert held.values.dtype == jnp.int8 and held.scale.shape == (*held.values.shape[:-1], 1)
+    x = jax.random.normal(jax.random.key(0), (3, 2, 16)) * jnp.array([1e-3, 1, 1e3])[:, None, None]
+    x = x.at[0, 0].set(0)
+    stored = cache._as_held(x, held)
+    assert stored.values.dtype == jnp.int8
+    assert np.all(np.abs(cache._read(stored, x.dtype) - x) <= stored.scale / 2 * (1 + 1e-5))
+    assert not np.any(cache._read(stored, x.dtype)[0, 0])

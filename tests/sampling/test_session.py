@@ -103,6 +103,23 @@ def test_a_completion_does_not_depend_on_slots_refills_or_neighbours(config):
     same(engine(**config).complete(params(), requests(), KEY))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_smaller_cache_depends_on_slots_and_refills_as_little(dtype):
+    def sampled(**config):
+        shapes = EngineConfig(prompt_bucket=8, burst=4, **config)
+        decoder = cache.decoder_for(MODEL, dtype=dtype)
+        used = NativeEngine(decoder, SAMPLING, stop_ids=(), config=shapes)
+        return found(used.complete(params(), requests(), KEY))
+
+    together, apart = sampled(), sampled(rows=3)
+    assert [c.tokens.tolist() for c in together.values()] != [
+        c.tokens.tolist() for c in wanted().values()
+    ]
+    for name, c in apart.items():
+        assert c.tokens.tolist() == together[name].tokens.tolist()
+        np.testing.assert_allclose(c.logprobs, together[name].logprobs, atol=0.02)
+
+
 def test_completions_leave_as_they_end_and_a_long_one_holds_nobody():
     order = [c.request.id for c in engine(rows=2).complete(params(), requests(), KEY)]
     assert set(order[-2:]) != {0}  # the two of 24 tokens came first and have left before the last
