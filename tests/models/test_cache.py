@@ -176,7 +176,7 @@ def test_keys_and_values_are_not_copied_for_each_head():
 @UNROLL
 @pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.05), ("int8", 0.2)])
 def test_a_smaller_cache_costs_little(draw, rows, unroll, dtype, atol):
-    """bfloat16 is off by 2^-9 of a number, int8 by 1/254 of the largest in its head: 4 times as much.
+    """bfloat16 is off by 2^-9 of a number, int8 by 1/254 of the largest in its head: 4 times that.
 
     Bounds on logits around 5, of a model with sharp attention; docs/numerics.md has a real one.
     """
