@@ -55,6 +55,16 @@ def test_the_example_of_rewards_returns_what_it_says():
     assert read("2 = 3 = 5").spans == (verdicts.TextSpan(-1.0, 6, 7, "second_equals"),)
 
 
+def test_the_engine_of_the_sampling_page_runs():
+    world: dict = {}
+    first, second = blocks("sampling.md")
+    exec(compile(first, "sampling.md", "exec"), world)
+    assert len(world["parts"]) == 6 and len(world["whole"]) == len(world["cut_off"]) > 0
+    assert {7, 8} == {v for c in world["whole"] for v in c.versions.tolist()}
+    exec(compile(second, "sampling.md", "exec"), world)
+    assert 16 <= len(world["told"][0]) < 32 and len(world["told"][1]) == 8
+
+
 def test_the_adapter_of_the_lora_page_runs():
     (block,) = blocks("lora.md")
     world: dict = {}
