@@ -69,8 +69,6 @@ def on_policy(loss: LossConfig, updates: int) -> LossConfig:
     """
     if updates > 1:
         return loss
-    if loss.truncated_is_normalization == "survivors" and loss.kl_on:
-        return loss  # the survivors are counted before the forward pass, from previous ones
     try:
         return dataclasses.replace(loss, force_on_policy_ratio=True)
     except ValueError:  # CISPO keeps its own ratio

@@ -105,7 +105,7 @@ def test_metrics_have_the_names_and_normalisers_of_the_code():
     }
     quantiles = {f"is_geometric_ratio_q{q * 100:02.0f}" for q in diagnostics.QUANTILES}
     assert found == wanted | dict.fromkeys(
-        {"is_weight_ess", "gradient_scale", *quantiles}, "derived"
+        {"is_weight_ess", "gradient_scale", "effective_gradient_scale", *quantiles}, "derived"
     )
 
 

@@ -235,9 +235,9 @@ def finalize_metrics(
 
     Adds to them: `*_retained` (per token that the loss kept), `is_weight_ess` (fraction of the
     retained tokens), `is_geometric_ratio_q*` (quantiles of e^(mean of p − g) over sequences),
-    `gradient_scale`. With `rescale`, losses are multiplied by `gradient_scale`'s factor and the
-    in-loss check's survivors replace the counts; False gives the torch reference's numbers of one
-    micro-batch. Extrema of an empty batch are +inf and −inf.
+    `gradient_scale`, `effective_gradient_scale`. With `rescale`, losses are multiplied by
+    `gradient_scale`'s factor and the in-loss check's survivors replace the counts; False gives the
+    torch reference's numbers of one micro-batch. Extrema of an empty batch are +inf and −inf.
     """
     scale = gradient_scale(metrics, counts, config)
     used = effective_counts(metrics, counts, config) if rescale else counts
@@ -262,7 +262,26 @@ def finalize_metrics(
             result[f"{name}_retained"] = value / divisors["retained_tokens"]
     if "is_weight_sum" in metrics:
         result["is_weight_ess"] = _effective_sample_size(metrics)
-    return result | {"gradient_scale": scale}
+    effective = _effective_gradient_scale(metrics, counts, config)
+    return result | {"gradient_scale": scale, "effective_gradient_scale": effective}
+
+
+def _effective_gradient_scale(metrics: Metrics, counts: Counts, config: LossConfig) -> Array:
+    """The actor's gradient over what a mean over the survivors would give; fraction.
+
+        φ = K / D        K survivors, D what the actor term is divided by in the end: K with
+                         `survivors`, what the in-loss check left, or the whole batch
+
+    0 where nothing is left. Reported under either denominator, it says what the other would do.
+    """
+    tokens = config.token_level_loss
+    left = metrics["survivor_tokens" if tokens else "survivor_sequences"]
+    used = effective_counts(metrics, counts, config)
+    divisor = used.tokens if tokens else used.sequences
+    if config.truncated_is_normalization == "survivors":
+        divisor = left
+    nothing = (left <= 0) | (divisor <= 0)
+    return jnp.where(nothing, 0.0, left / jnp.where(nothing, 1, divisor))
 
 
 def _unit(name: str, config: LossConfig) -> str:

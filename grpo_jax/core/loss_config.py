@@ -160,6 +160,19 @@ class LossConfig:
         return not _is_zero(self.entropy_bonus)
 
     @property
+    def survivors_first(self) -> bool:
+        """Whether survivors must be counted before the loss: not all terms are divided by them.
+
+        Where the actor term is alone, one factor on its gradient does the same at the end.
+        """
+        others = self.kl_on or self.positive_nll_on or self.entropy_bonus_on
+        return self.truncated_is_normalization == "survivors" and others
+
+    def gates_read_policy(self, filtering_on: bool) -> bool:
+        """Whether what a gate drops depends on the current policy, not on the batch alone."""
+        return self.force_on_policy_ratio or filtering_on
+
+    @property
     def sequence_truncation(self) -> bool:
         """Whether the truncation decides about whole sequences."""
         return self.truncated_importance_sampling_type in SEQUENCE_TYPES

@@ -17,9 +17,10 @@ For the author of a train step:
    skip the update and count it. It is 1 unless a denominator is known only after the forward pass.
 4. `diagnostics.finalize_metrics(metrics, counts, config)` divides, once.
 
-Only `truncated_is_normalization="survivors"` together with a KL term needs more, because then two
-parts of the loss have different denominators: add up `survivor_counts` over the micro-batches
-first and pass `counts._replace(survivors=...)`. `clipped_pg_loss` says so when it is missing.
+Only `truncated_is_normalization="survivors"` together with another term (`config.survivors_first`)
+needs more, because then two parts of the loss have different denominators: add up
+`survivor_counts` over the micro-batches first and pass `counts._replace(survivors=...)`.
+`clipped_pg_loss` says so when it is missing.
 
 Order inside: decide which tokens count, then sanitise, then plain arithmetic. A value outside the
 masks (NaN, inf, 1e30) reaches neither the loss nor its gradient.
@@ -59,7 +60,9 @@ class Survivors(NamedTuple):
     """Denominators known only after filtering, in the unit of the loss: tokens or sequences."""
 
     actor: Array
-    kl: Array
+    """What the truncation left; the actor term divides by it."""
+    rest: Array
+    """What the in-loss check left, else the whole batch; KL and entropy divide by it."""
 
 
 def clipped_pg_loss(
@@ -116,7 +119,9 @@ def survivor_counts(
 ) -> Survivors:
     """Count what the filters leave of one micro-batch; add the parts up with `jax.tree.map`.
 
-    `scores` may be None unless `force_on_policy_ratio` is on: the gates then only read the batch.
+    `scores` may be None where the gates only read the batch: not with `force_on_policy_ratio`,
+    and not with filters, where a token that the current policy cannot draw leaves the mean, the
+    product and the veto of its sequence.
 
     Raises:
       ValueError: `scores` is missing and needed, or a row that can be read holds more than
@@ -125,9 +130,10 @@ def survivor_counts(
     reductions.check_slots(batch.segment_ids, max_segments)
     factor = reductions.slots_factor(batch.segment_ids, max_segments)
     if scores is None:
-        if config.force_on_policy_ratio:
+        if config.gates_read_policy(filtering_on):
+            name = "filtering_on" if filtering_on else "force_on_policy_ratio"
             raise ValueError(
-                "force_on_policy_ratio=True makes the gates depend on the current policy; "
+                f"{name}=True makes the gates depend on the current policy; "
                 "pass the scores of a forward pass to survivor_counts"
             )
         assert batch.prev_logprobs is not None
@@ -148,7 +154,6 @@ def _check_inputs(
     """Say what is missing before anything is computed from it."""
     _check_batch(batch, config)
     nll, local = config.positive_nll_on, config.positive_nll_local_count
-    survivors = config.truncated_is_normalization == "survivors" and config.kl_on
     _refuse_missing(
         (
             config.kl_on and filtering_on and scores.unfiltered is None,
@@ -164,9 +169,10 @@ def _check_inputs(
             "counts.positives: count them over the global batch with masks.count",
         ),
         (
-            survivors and counts.survivors is None,
-            "counts.survivors: with a KL term, truncated_is_normalization='survivors' needs the "
-            "survivors before the loss; add survivor_counts over the micro-batches",
+            config.survivors_first and counts.survivors is None,
+            "counts.survivors: with a KL, positive-example or entropy term, "
+            "truncated_is_normalization='survivors' needs the survivors before the loss; add "
+            "survivor_counts over the micro-batches",
         ),
     )
 
@@ -240,9 +246,9 @@ def _total(contributions: Metrics, counts: Counts, config: LossConfig) -> tuple[
     """The loss and the raw metrics, once the contributions of all rows are there."""
     metrics = diagnostics.total(contributions)
     denominators = _denominators(counts, config)
-    for name in ("actor_loss", "entropy_term"):
-        metrics[name] = metrics[name] / (denominators.actor + reductions.EPSILON)
-    metrics["kl_penalty"] = metrics["kl_penalty"] / (denominators.kl + reductions.EPSILON)
+    metrics["actor_loss"] = metrics["actor_loss"] / (denominators.actor + reductions.EPSILON)
+    for name in ("kl_penalty", "entropy_term"):
+        metrics[name] = metrics[name] / (denominators.rest + reductions.EPSILON)
     metrics |= measures.bounded_extrema(metrics, config)
     metrics["loss"] = (
         metrics["actor_loss"]
@@ -274,7 +280,7 @@ def _importance_weights(view: exclusion.View, config: LossConfig) -> corrections
 
 
 def _denominators(counts: Counts, config: LossConfig) -> Survivors:
-    """What the actor and the KL terms divide by."""
+    """What the actor term, and what KL and entropy divide by."""
     if counts.survivors is not None:
         return Survivors(*counts.survivors)
     total = counts.tokens if config.token_level_loss else counts.sequences

@@ -48,8 +48,7 @@ def separable(config: LossConfig, filtering_on: bool) -> bool:
         return False
     if config.seq_logprob_error_in_loss:
         return False
-    reads_policy = config.force_on_policy_ratio or filtering_on
-    if corrections.gates_sequences(config) and reads_policy:
+    if corrections.gates_sequences(config) and config.gates_read_policy(filtering_on):
         return False
     if not filtering_on:
         return True

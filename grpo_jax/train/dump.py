@@ -15,7 +15,7 @@ of token `t`), except the arrays named `*[B, T-1]`, whose entry `t` speaks of to
     filtering_on               optional flag: top-k, top-p or min-p was active, so that -inf means
                                "outside the support"; default: policy_support_mask is in the file
     global_valid_toks, global_valid_seqs, global_positive_toks   optional scalars
-    global_survivors [2]       optional: denominators of the actor and the KL term, where
+    global_survivors [2]       optional: denominators of the actor term and of the rest, where
                                truncated_is_normalization is "survivors"
     theirs_loss, theirs_grad [B, T] or [B, T-1], theirs_logprobs [B, T] or [B, T-1],
     theirs_metrics (JSON text)  optional: what another implementation made of the same inputs

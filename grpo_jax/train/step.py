@@ -389,22 +389,22 @@ def _gradient(
 ) -> GradientStep:
     """Build (params, batch, counts) -> (loss, gradient, finished metrics), micro-batches summed."""
     mesh = None if places is None else places.mesh
-    # Two parts of this loss divide by different survivors, so these are counted beforehand.
-    survivors_first = loss_config.truncated_is_normalization == "survivors" and loss_config.kl_on
-
     loss_of = _loss(policy, loss_config, filter_config, chunk_size, max_segments, mesh, entropy)
     gradient = summed_gradient(loss_of, micro_batches, places, diagnostics.sum_metrics)
 
+    def survivors(params: Params, batch: Batch) -> losses.Survivors:
+        """Count what the filters will leave, by a forward pass where the policy decides it."""
+        on, scores = filtering_on(filter_config, batch), None
+        if loss_config.gates_read_policy(on):
+            score = _scorer(policy, filter_config, chunk_size, mesh)
+            scores = mapped(score, jax.lax.stop_gradient(params), batch, micro_batches, mesh)
+        return losses.survivor_counts(
+            scores, batch, loss_config, filtering_on=on, max_segments=max_segments
+        )
+
     def finished(params: Params, batch: Batch, counts: Counts):
-        if survivors_first:
-            left = losses.survivor_counts(
-                None,
-                batch,
-                loss_config,
-                filtering_on=filtering_on(filter_config, batch),
-                max_segments=max_segments,
-            )
-            counts = counts._replace(survivors=left)
+        if loss_config.survivors_first:
+            counts = counts._replace(survivors=survivors(params, batch))
         loss, grads, metrics = gradient(params, batch, counts)
         scale = diagnostics.gradient_scale(metrics, counts, loss_config)
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)

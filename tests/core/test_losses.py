@@ -215,7 +215,7 @@ def test_survivors_with_kl_leave_the_kl_alone(reduction):
     with pytest.raises(ValueError, match="add survivor_counts over the micro-batches"):
         evaluate(scores, batch, config, counts)
     left = losses.survivor_counts(None, batch, config)
-    assert left.actor == (3 if not reduction else 1) and left.kl == (6 if not reduction else 2)
+    assert left.actor == (3 if not reduction else 1) and left.rest == (6 if not reduction else 2)
     given = evaluate(scores, batch, config, counts._replace(survivors=left))
     no_kl = LossConfig(truncated_is_normalization="survivors", **OFF, **gate)
     actor = evaluate(scores, batch, no_kl, counts)

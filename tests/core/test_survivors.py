@@ -156,7 +156,7 @@ def test_survivors_counted_in_plain_loops(name, reduction):
     total = counts.tokens if reduction == "token" else counts.sequences
     found = losses.survivor_counts(None, batch, config_of(name, reduction))
     np.testing.assert_allclose(found.actor, wanted, rtol=1e-12)
-    np.testing.assert_allclose(found.kl, total, rtol=1e-12)
+    np.testing.assert_allclose(found.rest, total, rtol=1e-12)
     assert wanted < total or name == "tis" or (name, reduction) == ("icepop", "sequence")
     metrics = evaluate_small(scores, batch, config_of(name, reduction))[2]
     unit = "tokens" if reduction == "token" else "sequences"
