@@ -115,9 +115,15 @@ def prepare(config: ModelConfig, unroll: bool, params: Params) -> Params:
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _cast(config: ModelConfig, params: Params) -> Params:
-    return jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
+    # What has the dtype already is passed on here: a compiled program would copy it.
+    different = lambda x: x.dtype != config.compute_dtype  # noqa: E731
+    return jax.tree.map(lambda x: _astype(x, config.compute_dtype) if different(x) else x, params)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _astype(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return x.astype(dtype)
 
 
 @jax.jit
