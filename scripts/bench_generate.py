@@ -57,8 +57,9 @@ def prompts(args, count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(3, vocabulary, (count, PROMPT)).astype(np.int32)
 
 
-def skewed_lengths(count: int) -> np.ndarray:
-    drawn = np.random.default_rng(1).lognormal(np.log(32), 1.0, count)
+def skewed_lengths(args) -> np.ndarray:
+    """New tokens of each request."""
+    drawn = np.random.default_rng(1).lognormal(np.log(32), 1.0, 8 if args.quick else 128)
     return np.clip(np.rint(drawn), 1, 256).astype(int)
 
 
@@ -137,10 +138,10 @@ def turn(args) -> None:
     side = (Ours if args.side == "ours" else Transformers)(args)
     first = clock(lambda: side.call(prompts(args, 1), 4))
     times: dict[str, float] = {}
-    count = 8 if args.quick else 128
     for name, (batch, new) in calls_of(args).items():
         if name == "skewed":
-            call = functools.partial(side.skewed, prompts(args, count), skewed_lengths(count))
+            lengths = skewed_lengths(args)
+            call = functools.partial(side.skewed, prompts(args, len(lengths)), lengths)
         else:
             call = functools.partial(side.call, prompts(args, batch), new)
         if args.side == "ours":  # compiles; torch has nothing to compile
@@ -286,7 +287,7 @@ def table(args, case: str, median, bandwidth: float, speed: float) -> dict[str, 
     figures = {}
     if case == "skewed":
         mine, other = median["ours", "skewed"], median["transformers", "skewed"]
-        tokens = int(skewed_lengths(8 if args.quick else 128).sum())
+        tokens = int(skewed_lengths(args).sum())
         print(f"{tokens} tokens: ours {mine:.1f} s ({tokens / mine:.0f} a second), transformers "
               f"{other:.1f} s ({tokens / other:.0f}); {other / mine:.2f}x", flush=True)  # fmt: skip
         return {"speedup_skewed": round(other / mine, 3)}

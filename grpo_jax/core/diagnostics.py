@@ -199,6 +199,11 @@ def effective_counts(metrics: Metrics, counts: Counts, config: LossConfig) -> Co
     return counts._replace(tokens=metrics["kept_tokens"], sequences=metrics["kept_sequences"])
 
 
+def loss_count(counts: Counts, config: LossConfig) -> Array:
+    """The count in the unit of the loss: tokens or sequences."""
+    return counts.tokens if config.token_level_loss else counts.sequences
+
+
 def gradient_scale(metrics: Metrics, counts: Counts, config: LossConfig) -> Array:
     """What to multiply the accumulated gradient by, once; 0 says that the update is to be skipped.
 
@@ -209,12 +214,11 @@ def gradient_scale(metrics: Metrics, counts: Counts, config: LossConfig) -> Arra
     `metrics` are merged over the whole optimizer batch. K = N minus what the *named* filter
     dropped; tokens outside the policy support stay counted, as they do in N.
     """
-    total = counts.tokens if config.token_level_loss else counts.sequences
+    total = loss_count(counts, config)
     unit = "tokens" if config.token_level_loss else "sequences"
     left = metrics[f"survivor_{unit}"]
     nothing = total <= 0
-    others = config.kl_on or config.positive_nll_on or config.entropy_bonus_on
-    if _rescaled(config) or not others:
+    if _rescaled(config) or not config.other_terms_on:
         nothing |= (left <= 0) | (metrics["retained_tokens"] <= 0)
     scale = jnp.ones((), left.dtype)
     if counts.survivors is None and _rescaled(config):
@@ -274,12 +278,11 @@ def _effective_gradient_scale(metrics: Metrics, counts: Counts, config: LossConf
 
     0 where nothing is left. Reported under either denominator, it says what the other would do.
     """
-    tokens = config.token_level_loss
-    left = metrics["survivor_tokens" if tokens else "survivor_sequences"]
-    used = effective_counts(metrics, counts, config)
-    divisor = used.tokens if tokens else used.sequences
+    left = metrics["survivor_tokens" if config.token_level_loss else "survivor_sequences"]
     if config.truncated_is_normalization == "survivors":
         divisor = left
+    else:
+        divisor = loss_count(effective_counts(metrics, counts, config), config)
     nothing = (left <= 0) | (divisor <= 0)
     return jnp.where(nothing, 0.0, left / jnp.where(nothing, 1, divisor))
 

@@ -160,13 +160,17 @@ class LossConfig:
         return not _is_zero(self.entropy_bonus)
 
     @property
+    def other_terms_on(self) -> bool:
+        """Whether the loss has a gradient besides the actor term's."""
+        return self.kl_on or self.positive_nll_on or self.entropy_bonus_on
+
+    @property
     def survivors_first(self) -> bool:
         """Whether survivors must be counted before the loss: not all terms are divided by them.
 
         Where the actor term is alone, one factor on its gradient does the same at the end.
         """
-        others = self.kl_on or self.positive_nll_on or self.entropy_bonus_on
-        return self.truncated_is_normalization == "survivors" and others
+        return self.truncated_is_normalization == "survivors" and self.other_terms_on
 
     def gates_read_policy(self, filtering_on: bool) -> bool:
         """Whether what a gate drops depends on the current policy, not on the batch alone."""

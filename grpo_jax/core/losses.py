@@ -283,7 +283,7 @@ def _denominators(counts: Counts, config: LossConfig) -> Survivors:
     """What the actor term, and what KL and entropy divide by."""
     if counts.survivors is not None:
         return Survivors(*counts.survivors)
-    total = counts.tokens if config.token_level_loss else counts.sequences
+    total = diagnostics.loss_count(counts, config)
     return Survivors(total, total)
 
 

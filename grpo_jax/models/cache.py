@@ -116,9 +116,11 @@ def prepare(config: ModelConfig, unroll: bool, params: Params) -> Params:
 
 
 def _cast(config: ModelConfig, params: Params) -> Params:
-    # What has the dtype already is passed on here: a compiled program would copy it.
-    different = lambda x: x.dtype != config.compute_dtype  # noqa: E731
-    return jax.tree.map(lambda x: _astype(x, config.compute_dtype) if different(x) else x, params)
+    def one(x: jax.Array) -> jax.Array:
+        # Passed on here where nothing is to be done: a compiled program would copy it.
+        return x if x.dtype == config.compute_dtype else _astype(x, config.compute_dtype)
+
+    return jax.tree.map(one, params)
 
 
 @functools.partial(jax.jit, static_argnums=1)

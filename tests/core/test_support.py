@@ -120,7 +120,7 @@ def test_a_response_without_support_equals_sample_weight_zero(options):
     for name in (
         "policy_support_excluded_tokens", "batch_tokens", "batch_sequences",
         "kept_tokens", "kept_sequences", "survivor_tokens", "survivor_sequences",
-            "effective_gradient_scale",  # made of these counts
+        "effective_gradient_scale",  # made of these counts
     ):  # fmt: skip
         found[2].pop(name), wanted[2].pop(name)
     assert_same(found, wanted)

@@ -12,25 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_layout import places_of
 from test_step import PLAIN, bigram_policy, make_batch, make_optimizer, make_params
 
 from grpo_jax import build
 from grpo_jax.core import masks
 from grpo_jax.core.filtering import FilterConfig
-from grpo_jax.scale.mesh import MeshConfig, make_mesh
+from grpo_jax.scale.mesh import MeshConfig
 from grpo_jax.train import state, step
 
-BETA, MU, ETA = 0.3, 0.2, 0.1
 TERMS = {
-    "kl": {"reference_policy_kl_penalty": BETA},
-    "nll": {"positive_example_nll_weight": MU},
-    "entropy": {"entropy_bonus": ETA},
-    "all": {
-        "reference_policy_kl_penalty": BETA,
-        "positive_example_nll_weight": MU,
-        "entropy_bonus": ETA,
-    },
+    "kl": {"reference_policy_kl_penalty": 0.3},
+    "nll": {"positive_example_nll_weight": 0.2},
+    "entropy": {"entropy_bonus": 0.1},
 }
+TERMS["all"] = TERMS["kl"] | TERMS["nll"] | TERMS["entropy"]
 LOW, HIGH = 0.9, 1.15
 GATED = dataclasses.replace(
     PLAIN,
@@ -123,12 +119,6 @@ def wanted_of(params, batch, config, top_k):
             values[index] = start
             gradient[index] = (sides[0] - sides[1]) / 2e-5
     return loss, grads, k, n
-
-
-def places_of(params, mesh):
-    transform = make_optimizer().transform
-    shapes = state.abstract(params, transform)
-    return mesh and state.placement(shapes, transform, make_mesh(mesh), say=lambda text: None)
 
 
 CUTS = {
