@@ -68,6 +68,7 @@ def calculate_kl(
     check_kl_type(kl_type)
     difference = reference - logprobs
     if input_clamp is not None:
+        input_clamp = _at_most(input_clamp, arithmetic.root(difference.dtype))
         inside = (difference >= -input_clamp) & (difference <= input_clamp)
         if weights is not None:
             weights = jnp.where(inside, weights, jax.lax.stop_gradient(weights))
@@ -75,10 +76,17 @@ def calculate_kl(
     else:
         difference = arithmetic.bound(difference)
     kl = ESTIMATORS[kl_type](difference)
+    if output_clamp is not None:
+        output_clamp = _at_most(output_clamp, arithmetic.root(difference.dtype) ** 3)
     if weights is not None:
         # With an output clamp an infinite product is harmless: it is cut, and has no gradient.
         kl = weights * kl if output_clamp is not None else _weighted(weights, kl)
     return kl if output_clamp is None else arithmetic.clip_through(kl, -output_clamp, output_clamp)
+
+
+def _at_most(clamp: float | Array, most: float) -> float | Array:
+    """A clamp beyond what the number type can bear is no clamp: take the type's own bound."""
+    return jnp.minimum(clamp, most) if isinstance(clamp, jax.Array) else min(clamp, most)
 
 
 def _weighted(weights: Array, kl: Array) -> Array:

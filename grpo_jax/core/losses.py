@@ -30,6 +30,7 @@ m token weight, m_t token mask, m_s sequence weight, N counts, `B` rows, `T` tok
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -341,8 +342,9 @@ def _kl_term(scores: TokenScores, batch: Batch, view: exclusion.View, config: Lo
 
 def _kl_weight(log_weight: Array) -> Array:
     """exp, except that what the number type cannot hold becomes 0 with zero gradient."""
-    limit = jnp.log(jnp.finfo(log_weight.dtype).max)
-    over = log_weight > limit
+    info = jnp.finfo(log_weight.dtype)
+    # e to the *rounded* logarithm of the largest number may be infinite: stay a little below.
+    over = log_weight > math.log(float(info.max)) * (1 - 4 * float(info.eps))
     return jnp.where(over, 0, jnp.exp(jnp.where(over, 0, log_weight)))
 
 

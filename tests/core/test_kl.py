@@ -90,3 +90,24 @@ def test_faults_stay_visible():
 def test_unknown_estimators_are_refused_with_the_list(name):
     with pytest.raises(ValueError, match="use one of k1, k2, k3"):
         kl.calculate_kl(jnp.zeros(1), jnp.zeros(1), name)
+
+
+@pytest.mark.parametrize("kl_type", TABLE)
+@pytest.mark.parametrize("clamp", [1e30, jnp.float32(1e30), 3e38])
+def test_clamps_beyond_what_float32_can_bear_keep_everything_finite(kl_type, clamp):
+    """A clamp of 1e30 squared is infinite; as good as no clamp, it is held to the type's bounds."""
+    x, ref = jnp.asarray([-1e20, -1.0, -2.0], jnp.float32), jnp.asarray([-1.0, -3e38, -2.5])
+    for options in (
+        {"input_clamp": clamp, "output_clamp": clamp},
+        {"input_clamp": clamp, "output_clamp": 10.0},
+        {"input_clamp": clamp, "output_clamp": None},
+    ):
+
+        def total(v, weights, options=options):
+            found = kl.calculate_kl(v, ref, kl_type, weights=weights, **options)
+            return jnp.sum(found), found
+
+        for weights in (None, jnp.asarray([1e38, 1e38, 1.0])):
+            grads, found = jax.grad(total, has_aux=True)(x, weights)
+            assert np.isfinite(found).all() and np.isfinite(grads).all()
+            assert found[2] != 0 and grads[2] != 0

@@ -158,6 +158,23 @@ def test_p07_an_overflowing_kl_weight_is_zero_with_zero_gradient(kind):
     assert grads.logprobs[0, 1] == 0 and np.isfinite(grads.logprobs).all()
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_p07_the_largest_exponent_of_float32_is_over_or_finite_but_never_infinite(kind):
+    """log of the largest float32 rounds up, so e to that very number is infinite."""
+    edge = np.float32(np.log(np.finfo(np.float32).max))
+    near = [edge, np.nextafter(edge, np.float32(0)), np.nextafter(edge, np.float32(100))]
+    options = {"use_on_policy_kl_approximation": True, "reference_policy_kl_type": kind}
+    single = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    for clamps in ((20.0, 10.0), (None, 10.0), (0.3, 10.0)):
+        bounds = dict(zip(("kl_input_clamp_value", "kl_output_clamp_value"), clamps, strict=True))
+        config = LossConfig(reference_policy_kl_penalty=1.0, **options, **bounds)
+        for gap in (*near, edge - np.float32(1e-4)):
+            scores, batch = rows([[0.0]], gen=[[-gap]], ref=[[-0.5]], advantages=0.0)
+            cast = lambda x: single(x) if x.dtype == jnp.float64 else x  # noqa: E731
+            loss, grads, _ = evaluate(*jax.tree.map(cast, (scores, batch)), config)
+            assert np.isfinite(loss) and np.isfinite(grads.logprobs).all()
+
+
 def test_p08_an_extreme_weight_is_dropped_or_truncated_and_counted():
     scores, batch = rows([[-1.0, -1.0]], gen=[[-1.0, -1000.0]])
     tis = IS | OFF | {
