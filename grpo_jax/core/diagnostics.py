@@ -24,8 +24,6 @@ Normaliser = Literal[
     "tokens",  # the batch's trained tokens
     "sequences",  # the batch's sequences
     "truncation",  # sequences where the truncation decides about sequences, else tokens
-    "retained_sequences",  # sequences that the loss kept
-    "retained_tokens",  # tokens that the loss kept
     "loss",  # divided already, by what the loss divides by
     "none",  # a raw count or sum
     "histogram",  # a raw count for each bin
@@ -35,7 +33,7 @@ Normaliser = Literal[
 
 
 class Entry(NamedTuple):
-    """How one metric is combined, and whether it also appears per retained token."""
+    """How one metric is combined, and whether it also appears per retained token or sequence."""
 
     normaliser: Normaliser
     retained: bool = False
@@ -66,8 +64,8 @@ TABLE: dict[str, Entry] = {
     "is_vetoed_sequences": Entry("none", level="minimal"),
     # Sampler against trainer.
     "token_mult_prob_error": Entry("tokens", retained=True, level="minimal"),
-    "sampling_importance_ratio": Entry("truncation", level="minimal"),
-    "is_oob_ratio": Entry("truncation", level="minimal"),
+    "sampling_importance_ratio": Entry("truncation", retained=True, level="minimal"),
+    "is_oob_ratio": Entry("truncation", retained=True, level="minimal"),
     "is_oob_token_ratio": Entry("tokens", retained=True, level="minimal"),
     "gen_kl_error": Entry("tokens", retained=True),
     "policy_kl_error": Entry("tokens", retained=True),
@@ -237,20 +235,16 @@ def finalize_metrics(
 ) -> Metrics:
     """Divide the raw metrics of a whole optimizer batch, once.
 
-    Adds to them: `*_retained` (per token that the loss kept), `is_weight_ess` (fraction of the
-    retained tokens), `is_geometric_ratio_q*` (quantiles of e^(mean of p − g) over sequences),
-    `gradient_scale`, `effective_gradient_scale`. With `rescale`, losses are multiplied by
-    `gradient_scale`'s factor and the in-loss check's survivors replace the counts; False gives the
-    torch reference's numbers of one micro-batch. Extrema of an empty batch are +inf and −inf.
+    Adds to them: `*_retained` (per token or sequence that the loss kept), `is_weight_ess` (fraction
+    of the retained tokens), `is_geometric_ratio_q*` (quantiles of e^(mean of p − g) over
+    sequences), `gradient_scale`, `effective_gradient_scale`. With `rescale`, losses are multiplied
+    by `gradient_scale`'s factor and the in-loss check's survivors replace the counts; False gives
+    the torch reference's numbers of one micro-batch. Extrema of an empty batch are +inf and −inf.
     """
     scale = gradient_scale(metrics, counts, config)
     used = effective_counts(metrics, counts, config) if rescale else counts
-    retained = metrics["retained_tokens"]
-    divisors = {
-        "tokens": used.tokens + reductions.EPSILON,
-        "sequences": used.sequences + reductions.EPSILON,
-        "retained_tokens": retained + reductions.EPSILON,
-    }
+    divisors = {"tokens": used.tokens, "sequences": used.sequences}
+    retained = {"tokens": metrics["retained_tokens"], "sequences": metrics["num_valid_samples"]}
     result: Metrics = {}
     for name, value in metrics.items():
         entry = TABLE[name]
@@ -260,10 +254,11 @@ def finalize_metrics(
         if entry.normaliser == "loss":
             result[name] = value * scale if rescale else value
             continue
-        divisor = divisors.get(_unit(name, config))
-        result[name] = value if divisor is None else value / divisor
+        unit = _unit(name, config)
+        divisor = divisors.get(unit)
+        result[name] = value if divisor is None else value / (divisor + reductions.EPSILON)
         if entry.retained:
-            result[f"{name}_retained"] = value / divisors["retained_tokens"]
+            result[f"{name}_retained"] = value / (retained[unit] + reductions.EPSILON)
     if "is_weight_sum" in metrics:
         result["is_weight_ess"] = _effective_sample_size(metrics)
     effective = _effective_gradient_scale(metrics, counts, config)

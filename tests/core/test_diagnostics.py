@@ -110,6 +110,49 @@ def test_retained_means_are_per_token_that_the_loss_kept():
     )
 
 
+GATE = IS | {
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio_min": 0.95,
+    "truncated_importance_sampling_ratio": 1.3,
+}
+
+
+@pytest.mark.parametrize("kind", ["icepop", "seq-mask-tis", "gspo"])
+def test_weights_and_what_the_gate_caught_are_also_per_retained_token_or_sequence(kind):
+    """From numpy. Row 0 loses a token to the support, row 3 all of them, row 2 has no weight."""
+    scores, batch = random_case(3)
+    scores = scores._replace(logprobs=scores.logprobs.at[3].set(-jnp.inf))
+    gspo = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+    options = {
+        "icepop": GATE,
+        "seq-mask-tis": GATE | {"truncated_importance_sampling_type": "seq-mask-tis"},
+        "gspo": GATE | gspo,
+    }[kind]
+    found = evaluate(scores, batch, LossConfig(**options), filtering_on=True)[2]
+    c, p, g = (
+        np.asarray(x) for x in (scores.logprobs, batch.prev_logprobs, batch.generation_logprobs)
+    )
+    weights = np.asarray(batch.sample_weights)
+    m = np.where(np.isfinite(c) & np.isfinite(p) & np.asarray(batch.token_mask), weights, 0)
+    rows, gap = m.max(1), np.where(m != 0, p - g, 0)
+    if kind == "gspo":
+        v = np.exp((gap * m).sum(1, keepdims=True)) + 0 * gap
+    else:
+        v = np.exp(gap)
+    out = (v < 0.95) | (v > 1.3)
+    if kind == "seq-mask-tis":
+        gone = np.exp(gap.sum(1) / np.maximum((m != 0).sum(1), 1))
+        gone = (gone < 0.95) | (gone > 1.3)
+        oob, left = (gone * rows).sum() / rows.sum(), v * ~gone[:, None]
+    else:
+        oob, left = (out * m).sum() / m.sum(), v * ~out
+    ratio = (left[:, 0] * rows).sum() / rows.sum() if kind == "gspo" else (left * m).sum() / m.sum()
+    assert 0 < oob < 1 and found["num_valid_samples"] < masks.count(batch).sequences
+    np.testing.assert_allclose(found["is_oob_ratio_retained"], oob, rtol=1e-7)
+    np.testing.assert_allclose(found["sampling_importance_ratio_retained"], ratio, rtol=1e-7)
+    assert found["is_oob_ratio"] < found["is_oob_ratio_retained"]
+
+
 def test_contributions_of_two_parts_may_be_merged_before_or_after_they_are_added_up():
     rng = np.random.default_rng(0)
     names = ("loss", "probs_ratio_min", "probs_ratio_max", "is_geometric_ratio_histogram")
