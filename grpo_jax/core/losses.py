@@ -90,14 +90,12 @@ def clipped_pg_loss(
       row_block: walk the rows in blocks of at most this many; see `row_blocks`. None: all at once.
 
     Returns:
-      The loss, and raw metrics for `diagnostics.finalize_metrics`.
-
-    A row with more than `max_segments` sequences is refused, or, where `segment_ids` cannot be read
-    (under `jit`), makes the loss and its gradient NaN.
+      The loss, and raw metrics for `diagnostics.finalize_metrics`. Loss and gradient are NaN where
+      a row holds more than `max_segments` sequences and that cannot be read (under `jit`).
 
     Raises:
       ValueError: an array that the config needs is missing, has another shape than `batch.tokens`,
-        or is not of a float type; a mask or weight that can be read is negative or above 1.
+        or no float type; a mask or weight is negative or above 1; a row has too many sequences.
     """
     _check_inputs(scores, batch, counts, config, filtering_on)
     input_checks.check_arrays(scores, batch, counts)
