@@ -339,11 +339,11 @@ def _kl_term(scores: TokenScores, batch: Batch, view: exclusion.View, config: Lo
 
 
 def _kl_weight(log_weight: Array) -> Array:
-    """exp, except that what the number type cannot hold becomes 0 with zero gradient."""
+    """exp, at most `root³`, and 0 where the number type cannot hold it; no gradient beyond."""
     info = jnp.finfo(log_weight.dtype)
     # e to the *rounded* logarithm of the largest number may be infinite: stay a little below.
     over = log_weight > math.log(float(info.max)) * (1 - 4 * float(info.eps))
-    return jnp.where(over, 0, jnp.exp(jnp.where(over, 0, log_weight)))
+    return jnp.where(over, 0, arithmetic.capped_exp(jnp.where(over, 0, log_weight)))
 
 
 def _positive_nll(batch: Batch, counts: Counts, view: exclusion.View, config: LossConfig) -> Array:

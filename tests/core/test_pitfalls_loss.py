@@ -175,6 +175,20 @@ def test_p07_the_largest_exponent_of_float32_is_over_or_finite_but_never_infinit
             assert np.isfinite(loss) and np.isfinite(grads.logprobs).all()
 
 
+def test_p07_a_huge_kl_weight_at_a_token_where_the_policies_agree():
+    """KL 0 times a weight of e^88: the derivative of the KL is 0, that of the product infinite."""
+    scores, batch = rows([[-1.0]], gen=[[-89.0]], ref=[[-1.0]], advantages=0.0)
+    cast = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float64 else x  # noqa: E731
+    for kind in ("k1", "k2", "k3"):
+        config = LossConfig(
+            reference_policy_kl_penalty=50.0,
+            reference_policy_kl_type=kind,
+            use_on_policy_kl_approximation=True,
+        )
+        loss, grads, _ = evaluate(*jax.tree.map(cast, (scores, batch)), config)
+        assert loss == 0 and np.isfinite(grads.logprobs).all()
+
+
 def test_p08_an_extreme_weight_is_dropped_or_truncated_and_counted():
     scores, batch = rows([[-1.0, -1.0]], gen=[[-1.0, -1000.0]])
     tis = IS | OFF | {
