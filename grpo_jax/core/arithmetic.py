@@ -70,17 +70,19 @@ def capped_exp(exponent: Array, cap: Array | float | None = None) -> Array:
     return jnp.exp(cap_exponent(exponent, cap))
 
 
-def _even_and_odd(x: Array) -> tuple[Array, Array]:
-    """Even and odd part of e^x − 1 − x as series, exact to rounding for |x| ≤ 1/4.
+def _even_and_odd(x: Array) -> tuple[Array, Array, Array]:
+    """Whether |x| ≤ 1/4, and there the even and odd part of e^x − 1 − x as series, to rounding.
 
     To x¹³, and to x⁷ in float32: what is left out is below 2e-17 and 1.2e-8 of the result.
     """
+    near = jnp.abs(x) <= 0.25
+    x = jnp.where(near, x, 0)  # first: powers of a large x would make ∞ − ∞
     square = x * x
     even, odd = jnp.zeros_like(x), jnp.zeros_like(x)
     for power in (6, 4, 2) if x.dtype == jnp.float32 else (12, 10, 8, 6, 4, 2):
         even = (even + 1 / math.factorial(power)) * square
         odd = (odd + 1 / math.factorial(power + 1)) * square
-    return even, odd * x
+    return near, even, odd * x
 
 
 @jax.custom_jvp
@@ -89,8 +91,8 @@ def exp_beyond_line(x: Array) -> Array:
 
     Finite for finite x: the exponent stops at `largest_exponent`.
     """
-    even, odd = _even_and_odd(x)
-    return jnp.where(jnp.abs(x) <= 0.25, even + odd, capped_exp(x) - 1 - x)
+    near, even, odd = _even_and_odd(x)
+    return jnp.where(near, even + odd, capped_exp(x) - 1 - x)
 
 
 @exp_beyond_line.defjvp
@@ -122,8 +124,7 @@ def both_ways(x: Array) -> BothWays:
     up = jnp.where((up > big) & (x < jnp.inf), big, up)
     # `maximum` keeps 1/e^x finite, and keeps XLA from making a second exponential out of it.
     down = jnp.where(jnp.isneginf(x), jnp.inf, 1 / jnp.maximum(up, 1 / big))
-    even, odd = _even_and_odd(x)
-    near = jnp.abs(x) <= 0.25
+    near, even, odd = _even_and_odd(x)
     return BothWays(
         up,
         down,

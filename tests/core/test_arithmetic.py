@@ -40,3 +40,14 @@ def test_k3_both_ways_and_its_parts_are_exact_to_rounding(dtype):
         (jax.jit(arithmetic.exp_beyond_line)(x), series(wide)),
     ):
         np.testing.assert_allclose(found, wanted, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_no_step_on_the_way_is_nan_for_a_large_argument(dtype):
+    """One operation at a time: powers in a series would be ∞ − ∞, though nothing uses them."""
+    most = float(np.finfo(dtype).max)
+    x = np.asarray([-most, -1e9, -1e5, 0.1, 1e5, 1e9, most], dtype)
+    with jax.debug_nans(True):
+        assert all(np.isfinite(part).all() for part in arithmetic.both_ways(jax.numpy.asarray(x)))
+        slope = jax.vmap(jax.grad(arithmetic.exp_beyond_line))(jax.numpy.asarray(x))
+    assert np.isfinite(slope).all()
