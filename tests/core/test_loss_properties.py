@@ -56,14 +56,20 @@ OBJECTIVES = {
     "asymmetric": dict(ratio_clip_min=0.1, ratio_clip_max=0.5),
     "dual": dict(ratio_clip_c=1.25),
     "reinforce": dict(disable_ppo_ratio=True),
+    "reinforce_dual": dict(disable_ppo_ratio=True, ratio_clip_c=1.25),
+    "reinforce_gspo": dict(disable_ppo_ratio=True, sequence_level_importance_ratios=True),
     "on_policy": dict(force_on_policy_ratio=True),
+    "on_policy_reinforce": dict(force_on_policy_ratio=True, disable_ppo_ratio=True),
+    "on_policy_gspo": dict(force_on_policy_ratio=True, sequence_level_importance_ratios=True),
     "cispo": dict(use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.3),
     "gspo": dict(sequence_level_importance_ratios=True, ratio_clip_min=0.1, ratio_clip_max=0.2),
     "gspo_dual": dict(sequence_level_importance_ratios=True, ratio_clip_c=1.1),
     "sapo": dict(objective="sapo"),
     "gmpo": dict(objective="gmpo", ratio_clip_min=0.3, ratio_clip_max=0.4),
 }
-TOKEN_ONLY, SEQUENCE_ONLY = {"cispo"}, {"gspo", "gspo_dual", "gmpo"}
+TOKEN_ONLY = {"cispo"}
+GSPO = {name for name in OBJECTIVES if "gspo" in name}  # weights are products over a response
+SEQUENCE_ONLY = GSPO | {"gmpo"}
 
 
 def _truncation(kind, high, low=None):
@@ -94,7 +100,7 @@ SEQUENCE_GATES = ("seq-mask-tis", "geo-rs", "product-rs")
 def options(draw):
     """Any legal combination of switches."""
     objective = draw(st.sampled_from(sorted(OBJECTIVES)))
-    gspo = objective.startswith("gspo")
+    gspo = objective in GSPO
     choices = ["none", "weights", "tis", "tis_both", "icepop"] if gspo else sorted(CORRECTIONS)
     correction = draw(st.sampled_from(choices))
     token_level = objective in TOKEN_ONLY
@@ -280,7 +286,7 @@ EXTREMES = {
     | dict(use_on_policy_kl_approximation=i % 2 == 1, reference_policy_kl_type=f"k{1 + i % 3}")
     for i, (objective, correction) in enumerate(itertools.product(OBJECTIVES, CORRECTIONS))
     for clamps in [((20.0, 10.0), (None, None), (None, 10.0), (20.0, None))[i // 2 % 4]]
-    if not (objective.startswith("gspo") and correction in SEQUENCE_GATES)
+    if not (objective in GSPO and correction in SEQUENCE_GATES)
 }
 
 
