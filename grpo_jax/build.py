@@ -322,7 +322,6 @@ def build_parts(
         reference=None if compiled.reference is None else model.loaded.params,
         # Bound methods would keep the loaded weights: the state has a copy of them.
         whole=_itself if model.adapter is None else model.whole,
-        merged=_itself if model.adapter is None else model.merged,
         teacher=None if teacher is None else teacher.params,
         critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),

@@ -61,12 +61,6 @@ class Model(NamedTuple):
             return trained
         return lora.attach(self.loaded.params, trained, self.scale)
 
-    def merged(self, trained: Params) -> Params:
-        """The weights of an ordinary model."""
-        if self.adapter is None:
-            return trained
-        return lora.merge(self.loaded.params, trained, self.scale)
-
 
 def load_model(config: Config) -> Model:
     """Load weights and tokenizer, and check that they belong together."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import cache, hf
+from grpo_jax.models import cache, hf, lora
 
 TEXTS = [
     "The capital of France is Paris, and 12 plus 7 makes 19. Then",
@@ -46,6 +46,78 @@ def test_logits_equal_transformers(smollm2, tokenizer, model):
     assert np.abs(expected).max() > 20
     # The project's target; measured 1e-4 on logits up to 39.
     np.testing.assert_allclose(np.asarray(found)[real > 0], expected[real > 0], rtol=0, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """100 random prompts of 1 to 16 tokens: i32[100, 16], and which of their entries are real."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, 49_152, (100, 16)).astype(np.int32)
+    return tokens, (np.arange(16) < rng.integers(1, 17, (100, 1))).astype(np.int32)
+
+
+def our_logits(model, params, prompts):
+    """Logits f32[real tokens, V] of a model of ours."""
+    tokens, real = prompts
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    hidden = jax.jit(model.policy.hidden)(params, tokens, positions, real)[real > 0]
+    return np.asarray(model.policy.unembed(model.policy.head(params), hidden))
+
+
+def torch_logits(module, prompts):
+    """The same of a torch module."""
+    import torch
+
+    tokens, real = (torch.tensor(x) for x in prompts)
+    with torch.no_grad():
+        logits = module.eval()(tokens.long(), attention_mask=real.long()).logits
+    return logits.numpy()[prompts[1] > 0]
+
+
+@pytest.mark.torch
+def test_transformers_opens_an_export_and_gives_our_logits(smollm2, model, prompts, tmp_path):
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    out = tmp_path / "out"
+    hf.save_model(out, model.config, model.params, companions=smollm2, max_shard_bytes=2 * 10**8)
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    found = torch_logits(theirs, prompts)
+    # Measured 1e-4 on logits up to 33.
+    np.testing.assert_allclose(found, our_logits(model, model.params, prompts), atol=2e-4)
+    chat = [{"role": "user", "content": "Hello"}]
+    first, second = (AutoTokenizer.from_pretrained(folder) for folder in (smollm2, out))
+    assert first.apply_chat_template(chat) == second.apply_chat_template(chat)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == 2
+
+
+@pytest.mark.torch
+def test_peft_loads_an_adapter_and_gives_the_merged_models_logits(
+    smollm2, model, prompts, tmp_path
+):
+    pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    config = lora.LoraConfig(rank=4, alpha=8.0)
+    rng = np.random.default_rng(1)
+    adapter = jax.tree.map(
+        lambda x: x + 0.02 * rng.normal(size=x.shape).astype(np.float32),
+        lora.init_adapter(model.params, config, jax.random.key(0)),
+    )
+    merged = lora.merge(model.params, adapter, config.scale)
+    hf.save_model(tmp_path / "merged", model.config, merged)
+    lora.save_adapter(tmp_path / "adapter", model.config, adapter, config, str(smollm2))
+    ours = our_logits(model, merged, prompts)
+    assert np.abs(ours - our_logits(model, model.params, prompts)).max() > 1  # it changes much
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what importing them says is not ours
+        from peft import AutoPeftModelForCausalLM
+        from transformers import AutoModelForCausalLM
+
+        adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for module in (adapted, exported):
+        np.testing.assert_allclose(torch_logits(module, prompts), ours, atol=3e-4)
 
 
 def test_greedy_answer_through_the_chat_template(tokenizer, model):

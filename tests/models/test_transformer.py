@@ -12,7 +12,7 @@ import pytest
 from grpo_jax.core import logprobs
 from grpo_jax.core.filtering import FilterConfig
 from grpo_jax.core.policy import Params, Policy
-from grpo_jax.models import hf, model_config, presets, transformer
+from grpo_jax.models import hf, hf_write, model_config, presets, transformer
 from tests.models.families import FAMILIES, LENGTHS
 
 # Their switches, under gradients, are those of others.
@@ -72,10 +72,10 @@ def test_logits_and_gradients_equal_transformers_in_float64(x64, torch_models, r
     )
     named = torch_model.gradients()
     seen = 0
-    for name, gradient in hf.named_tensors(model.config, gradients):
-        expected = named[name]
+    for tensor in hf_write.tensors_of(model.config, gradients):
+        gradient, expected = tensor.read(), named[tensor.name]
         np.testing.assert_allclose(
-            gradient, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=name
+            gradient, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=tensor.name
         )
         seen += 1
     assert seen == len(named)
