@@ -249,22 +249,22 @@ def test_a_token_never_sees_what_comes_later(tiny, rows):
     assert (jnp.abs(before[0, 5:8] - after[0, 5:8]).max(-1) > 1e-3).all()
 
 
-@pytest.mark.parametrize("name", model_config.REMAT_NAMES[2:])
-def test_every_remat_policy_exists(name):
-    assert callable(getattr(jax.checkpoint_policies, name))
-
-
-def test_remat_changes_memory_and_nothing_else(tiny, rows):
+@pytest.mark.parametrize("name", model_config.REMAT_NAMES[1:])
+@pytest.mark.parametrize("model", ["tiny", "mixed"])
+def test_remat_changes_memory_and_nothing_else(model, name, request, rows):
+    """Value and gradients are those without it, for every policy that has a name."""
+    kept: Tiny = request.getfixturevalue(model)
     batch = rows(264, [32, 20, 7], 32)
-    again = compile_grad(dataclasses.replace(tiny.config, remat="full"), tiny.params)
-    (found, gradients), (expected, kept) = (
-        again(tiny.params, *batch),
-        tiny.grad(tiny.params, *batch),
+    again = compile_grad(dataclasses.replace(kept.config, remat=name), kept.params)
+    (found, gradients), (expected, wanted) = (
+        again(kept.params, *batch),
+        kept.grad(kept.params, *batch),
     )
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert_close(gradients, kept)
-    temporary = [c.memory_analysis().temp_size_in_bytes for c in (tiny.grad, again)]
-    assert temporary[1] < 0.8 * temporary[0]
+    assert_close(gradients, wanted)
+    if name == "full" and model == "tiny":
+        temporary = [c.memory_analysis().temp_size_in_bytes for c in (kept.grad, again)]
+        assert temporary[1] < 0.8 * temporary[0]
 
 
 def test_bfloat16_compute_stays_near_float32(tiny, rows):
