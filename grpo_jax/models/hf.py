@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from grpo_jax.core.policy import CacheDtype, Decoder, Params, Policy
-from grpo_jax.models import cache, hf_config, hf_names, hf_shards, hf_write, transformer
+from grpo_jax.models import cache, hf_config, hf_names, hf_shards, hf_write, hub, transformer
 from grpo_jax.models.model_config import AttentionName, Dtype, ModelConfig, Remat
 from grpo_jax.scale import multihost
 
@@ -70,7 +70,7 @@ def load_model(
     """Load a Hugging Face folder of a supported architecture.
 
     Args:
-      folder: holds config.json and safetensors weights.
+      folder: holds config.json and safetensors weights; or a name of the hub (`hub.local_folder`).
       dtype: of the parameters; the stored one if None (float16 is widened to float32).
       compute_dtype: of the activations; `dtype` if None.
       remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
@@ -110,7 +110,7 @@ def load_params(
 
     Slices go from the files to the devices that hold them; see `hf_shards`.
     """
-    folder = Path(folder)
+    folder = hub.local_folder(folder)
     wanted = transformer.abstract_params(config)
     here = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)  # a default may be set
     places = jax.tree.map(lambda _: here, wanted) if place is None else place(wanted)
@@ -241,7 +241,7 @@ def save_model(
     def finish() -> None:
         _write_json(staged / "config.json", fields)
         for name in COMPANIONS if companions is not None else ():
-            source = Path(str(companions)) / name
+            source = hub.local_folder(str(companions)) / name
             if source.is_file():
                 shutil.copyfile(source, staged / name)
         if folder.exists():

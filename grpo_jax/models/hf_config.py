@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.models import hub
 from grpo_jax.models.hf_families import FAMILIES, Family, Fields
 from grpo_jax.models.model_config import ModelConfig, RopeScaling
 
@@ -55,12 +56,15 @@ _NEEDED = (
 def read_config(folder: str | Path) -> ModelConfig:
     """Read the folder's config.json; both dtypes are the one that the file names.
 
+    `folder` may be a name of the hub (`hub.local_folder`).
+
     Raises:
       FileNotFoundError: the folder, or its config.json, is not there.
       ValueError: config.json is damaged, or describes a model that is not implemented.
     """
-    path = Path(folder) / "config.json"
-    if not Path(folder).exists():
+    place = hub.local_folder(folder)
+    path = place / "config.json"
+    if not place.exists():
         raise FileNotFoundError(f"model folder {folder} does not exist")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a model folder: it has no config.json")
