@@ -80,7 +80,8 @@ def assert_same(config, window, ids, *qkv):
 
     found, wanted = total(attention.attend), total(written_out)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()))
+        largest = max(float(jnp.abs(theirs).max()), 0.1)  # of one key the gradient is 0
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * largest)
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 129])
