@@ -15,7 +15,7 @@ from grpo_jax.core.policy import Params, Policy
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
-from grpo_jax.models import hf, transformer
+from grpo_jax.models import hf, hub, transformer
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
@@ -125,7 +125,7 @@ def _check_teacher(path: str, model: loading.Model, longest: int) -> None:
             "sampling.max_new_tokens"
         )
     try:
-        tokenizers.check_same_ids(model.tokenizer, path, "teacher.path")
+        tokenizers.check_same_ids(model.tokenizer, hub.local_folder(path), "teacher.path")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -322,7 +322,6 @@ def build_parts(
         reference=None if compiled.reference is None else model.loaded.params,
         # Bound methods would keep the loaded weights: the state has a copy of them.
         whole=_itself if model.adapter is None else model.whole,
-        merged=_itself if model.adapter is None else model.merged,
         teacher=None if teacher is None else teacher.params,
         critic=None if critic is None else _critic_steps(config, critic, layout),
         place=lambda batch: rules.place(batch, places.mesh),

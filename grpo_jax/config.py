@@ -47,7 +47,7 @@ class ConfigError(ValueError):
 class ModelSection:
     """Which weights are trained, and how they are computed with; the masters are float32."""
 
-    path: str = "models/SmolLM2-135M-Instruct"  # Hugging Face folder
+    path: str = "models/SmolLM2-135M-Instruct"  # Hugging Face folder, or name on the hub
     compute_dtype: Dtype = "float32"  # of activations: float32 or bfloat16
     remat: Remat = "none"  # what the backward pass recomputes inside each layer
     attention: AttentionName = "auto"  # auto, dot_product, blocked, splash (TPU)

@@ -83,10 +83,9 @@ def _publisher(config: Config, shape: ModelConfig) -> Callable[[Params, int], No
     folder, http = Path(chosen.weights).absolute(), _optional("http_client")
 
     def publish(params: Params, version: int) -> None:
-        whole = multihost.fetch(params)
+        hf.save_model(folder, shape, params, companions=config.model.path)
 
         def hand_over() -> None:
-            hf.save_model(folder, shape, whole, companions=config.model.path)
             with http.make_client(chosen) as client:
                 body = {"path": str(folder), "version": version}
                 http.post(client, chosen, "/load_weights", body)

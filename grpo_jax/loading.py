@@ -12,7 +12,7 @@ from grpo_jax.config import Config, ConfigError
 from grpo_jax.core import filtering
 from grpo_jax.core.policy import Grafted, Params, Policy
 from grpo_jax.data import tokenizer as tokenizers
-from grpo_jax.models import hf, lora
+from grpo_jax.models import hf, hub, lora
 from grpo_jax.sampling.generate import SamplingConfig
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import rules
@@ -61,12 +61,6 @@ class Model(NamedTuple):
             return trained
         return lora.attach(self.loaded.params, trained, self.scale)
 
-    def merged(self, trained: Params) -> Params:
-        """The weights of an ordinary model."""
-        if self.adapter is None:
-            return trained
-        return lora.merge(self.loaded.params, trained, self.scale)
-
 
 def load_model(config: Config) -> Model:
     """Load weights and tokenizer, and check that they belong together."""
@@ -83,7 +77,7 @@ def load_model(config: Config) -> Model:
         # does not divide is said by the state's rules.
         place=lambda shapes: rules.partition(shapes, mesh, table, say=quiet),
     )
-    tokenizer = tokenizers.load_tokenizer(config.tokenizer, config.model.path)
+    tokenizer = tokenizers.load_tokenizer(config.tokenizer, hub.local_folder(config.model.path))
     if tokenizer.vocab_size > loaded.config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model "
@@ -130,7 +124,7 @@ def _for_vocabulary(sampling: SamplingConfig, known: int, vocabulary: int) -> Sa
 def fingerprint(path: str | Path) -> str:
     """A short name for the weights in a folder: sizes, and the first and last megabyte of each."""
     digest = hashlib.sha256()
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in sorted(hub.local_folder(path).glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with open(file, "rb") as stream:

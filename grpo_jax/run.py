@@ -14,14 +14,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from grpo_jax import build, engines, loading
+from grpo_jax import build, engines, exporting, loading
 from grpo_jax import config as configs
 from grpo_jax.config import Config, ConfigError
 from grpo_jax.core.policy import Params
 from grpo_jax.data import prompts as prompting
-from grpo_jax.data import tokenizer as tokenizers
-from grpo_jax.models import hf, lora
-from grpo_jax.models.model_config import ModelConfig
+from grpo_jax.models import hf
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.generate import STOP_REASONS
 from grpo_jax.sampling.serving import ServeConfig
@@ -241,7 +239,13 @@ def _finish(
     if outcome.first and outcome.last:
         console.print(comparison(outcome.first, outcome.last))
     if config.run.export:
-        _export(config, console, parts, outcome.state.params)
+        trained, wanted = outcome.state.params, config.lora.export if config.lora.on else "merged"
+        exporting.write(
+            *(config, hf.hf_config.read_config(config.model.path), parts.tokenizer),
+            adapter=(place / "adapter", trained) if wanted != "merged" else None,
+            model=(place / "export", parts.whole(trained)) if wanted != "adapter" else None,
+            say=lambda what, where: console.print(f"exported {what} to {where}"),
+        )
     if not multihost.is_main():
         return EXIT_OK
     seconds = time.perf_counter() - begin
@@ -260,22 +264,6 @@ def _finish(
         f"completions in {place / 'samples'}, numbers in {place / 'metrics.jsonl'}"
     )
     return EXIT_OK
-
-
-def _export(config: Config, console: Console, parts: loop.Parts, trained: Params) -> None:
-    """Write what was trained: a model folder, an adapter folder, or both."""
-    place, shape = Path(config.run.dir), hf.hf_config.read_config(config.model.path)
-    if config.lora.on and config.lora.export != "merged":
-        adapter = multihost.fetch(trained)
-        if multihost.is_main():
-            lora.save_adapter(place / "adapter", shape, adapter, config.lora, config.model.path)
-            console.print(f"exported the adapter to {place / 'adapter'}")
-    if config.lora.on and config.lora.export == "adapter":
-        return
-    params = multihost.fetch(parts.merged(trained))
-    if multihost.is_main():
-        _save_weights(place / "export", config, shape, params, parts.tokenizer)
-        console.print(f"exported the weights to {place / 'export'}")
 
 
 def comparison(first: dict[str, float], last: dict[str, float]) -> Table:
@@ -411,28 +399,14 @@ def export(
         raise ConfigError(f"dtype = {dtype!r}: an adapter is written in float32, as it was trained")
     model = loading.load_model(config)
     trained, source = _restored(model, config, run, step)
-    if adapter:
-        lora.save_adapter(out, model.loaded.config, trained, config.lora, config.model.path)
-        print(f"wrote the adapter of {source} to {out}")
-        return EXIT_OK
-    params = model.merged(trained)
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    _save_weights(out, config, model.loaded.config, params, model.tokenizer)
-    print(f"wrote {source} to {out} ({dtype})")
+    exporting.write(
+        *(config, model.loaded.config, model.tokenizer),
+        adapter=(out, trained) if adapter else None,
+        model=None if adapter else (out, model.whole(trained)),
+        dtype=dtype,
+        say=lambda what, where: print(f"wrote {what} of {source} to {where} ({dtype})"),
+    )
     return EXIT_OK
-
-
-def _save_weights(
-    out: str | Path,
-    config: Config,
-    shape: ModelConfig,
-    params: Params,
-    tokenizer: tokenizers.Tokenizer,
-) -> None:
-    """Write a Hugging Face folder, with the tokenizer that was trained with."""
-    hf.save_model(out, shape, params, companions=config.model.path)
-    if config.tokenizer.path is not None or config.tokenizer.chat_template is not None:
-        tokenizer.save(out)
 
 
 def _run_config(run: str) -> Config:

@@ -29,8 +29,8 @@ def blocks(name):
 def test_every_example_of_bring_your_own_runs():
     """Each prints or computes a loss whose gradient is finite and not zero."""
     found = blocks("bring_your_own.md")
-    assert len(found) == 4
-    world = {}
+    assert len(found) == 5
+    world: dict = {}
     for block in found:
         exec(compile(block, "bring_your_own.md", "exec"), world)
         loss, grads = world["loss"], jax.tree.leaves(world["grads"])
@@ -38,6 +38,8 @@ def test_every_example_of_bring_your_own_runs():
         assert all(np.isfinite(g).all() for g in grads)
         assert max(float(jnp.abs(g).max()) for g in grads) > 0
     assert abs(float(world["metrics"]["probs_ratio"]) - 1) < 0.5
+    assert len(world["completions"]) == 3
+    assert all(np.isfinite(c.logprobs).all() for c in world["completions"])
 
 
 def test_the_example_of_rewards_returns_what_it_says():

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from grpo_jax.core.policy import CacheDtype, Decoder, Params, Policy
-from grpo_jax.models import cache, hf_config, hf_names, hf_shards, transformer
+from grpo_jax.models import cache, hf_config, hf_names, hf_shards, hf_write, hub, transformer
 from grpo_jax.models.model_config import AttentionName, Dtype, ModelConfig, Remat
+from grpo_jax.scale import multihost
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = hf_write.SINGLE, hf_write.INDEX
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 # What may stand beside the weights and belongs to the model: copied on export where asked for.
@@ -71,7 +70,7 @@ def load_model(
     """Load a Hugging Face folder of a supported architecture.
 
     Args:
-      folder: holds config.json and safetensors weights.
+      folder: holds config.json and safetensors weights; or a name of the hub (`hub.local_folder`).
       dtype: of the parameters; the stored one if None (float16 is widened to float32).
       compute_dtype: of the activations; `dtype` if None.
       remat: what the backward pass recomputes, see `model_config.REMAT_NAMES`.
@@ -111,7 +110,7 @@ def load_params(
 
     Slices go from the files to the devices that hold them; see `hf_shards`.
     """
-    folder = Path(folder)
+    folder = hub.local_folder(folder)
     wanted = transformer.abstract_params(config)
     here = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)  # a default may be set
     places = jax.tree.map(lambda _: here, wanted) if place is None else place(wanted)
@@ -212,14 +211,19 @@ def save_model(
     config: ModelConfig,
     params: Params,
     *,
+    dtype: Dtype | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     companions: str | Path | None = None,
 ) -> None:
-    """Write a folder that `transformers` opens; it appears complete or not at all.
+    """Write a folder that `transformers` and `load_model` open; it appears complete or not at all.
+
+    A tensor at a time leaves the devices (see `hf_write`). In a job of several processes all of
+    them call this, and process 0 writes.
 
     Args:
       folder: where to write; an older export there is replaced once the new one is complete.
-      config, params: the model; tensors are written in the dtype that `params` have.
+      config, params: the model; a matrix with an adapter beside it (`lora.attach`) is merged.
+      dtype: of the tensors; that of `params` if None.
       max_shard_bytes: a larger model is cut into shards of at most this size (one tensor at least).
       companions: a folder whose tokenizer, chat template and generation config are copied along.
 
@@ -229,24 +233,38 @@ def save_model(
     folder = Path(folder)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive")
-    _refuse_foreign_files(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        staged = scratch / "new"
-        staged.mkdir()
-        _write_weights(staged, _shards(config, params, max_shard_bytes))
-        stored = dataclasses.replace(config, param_dtype=_dtype_of(params))
-        _write_json(staged / "config.json", hf_config.config_to_fields(stored))
+    stored = dataclasses.replace(config, param_dtype=dtype or _dtype_of(params))
+    fields = hf_config.config_to_fields(stored)
+    scratch = multihost.from_main(lambda: _make_scratch(folder), "the folder of an export")
+    staged = scratch / "new"
+
+    def finish() -> None:
+        _write_json(staged / "config.json", fields)
         for name in COMPANIONS if companions is not None else ():
-            source = Path(str(companions)) / name
+            source = hub.local_folder(str(companions)) / name
             if source.is_file():
                 shutil.copyfile(source, staged / name)
         if folder.exists():
             os.rename(folder, scratch / "old")
         os.rename(staged, folder)
+
+    try:
+        tensors = hf_write.tensors_of(config, params, dtype)
+        write = lambda: hf_write.write_shards(staged, tensors, max_shard_bytes)  # noqa: E731
+        multihost.all_succeed(write, "the weights of an export")
+        multihost.from_main(finish, "the end of an export")
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if multihost.is_main():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make_scratch(folder: Path) -> Path:
+    """Make a folder beside `folder`, to be filled and renamed."""
+    _refuse_foreign_files(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    (scratch / "new").mkdir()
+    return scratch
 
 
 def _refuse_foreign_files(folder: Path) -> None:
@@ -265,48 +283,6 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 def _dtype_of(params: Params) -> Any:
     return str(jax.tree.leaves(params)[0].dtype)
-
-
-Shard = dict[str, np.ndarray]
-
-
-def _shards(config: ModelConfig, params: Params, limit: int) -> list[Shard]:
-    """Fill shards in the order of the tree, each up to `limit` bytes."""
-    shards: list[Shard] = [{}]
-    room = limit
-    for name, tensor in named_tensors(config, params):
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = limit
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    return shards
-
-
-def named_tensors(config: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor (or gradient) under the name that `transformers` gives it."""
-    for path, leaf in jax.tree.leaves_with_path(params):
-        names, shape = hf_names.file_names(path, leaf.shape, config)
-        array = np.ascontiguousarray(leaf).reshape(len(names), *shape)
-        yield from zip(names, array, strict=True)
-
-
-def _write_weights(folder: Path, shards: list[Shard]) -> None:
-    if len(shards) == 1:
-        _write_shard(folder / SINGLE, shards[0])
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, shard)
-        weight_map |= dict.fromkeys(shard, name)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _write_shard(path: Path, shard: Shard) -> None:
-    save_file(shard, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors leaves it readable by the owner only
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.models import hub
 from grpo_jax.models.hf_families import FAMILIES, Family, Fields
 from grpo_jax.models.model_config import ModelConfig, RopeScaling
 
@@ -21,7 +22,9 @@ _HARMLESS = frozenset(
     " output_hidden_states pretraining_tp problem_type return_dict sliding_window"
     " transformers_version transformers.js_config use_cache unsloth_fixed unsloth_version"
     " output_router_logits router_aux_loss_coef"
-    " is_llama_config torchscript use_bfloat16".split()
+    " is_llama_config torchscript use_bfloat16"
+    " _name_or_path _commit_hash _attn_implementation _attn_implementation_autoset"
+    " _experts_implementation _flash_attn_2_enabled".split()
 )
 # Fields that change the numbers, with the only value that is implemented. A family that reads one
 # of them, or fixes it to something else, goes first.
@@ -55,12 +58,15 @@ _NEEDED = (
 def read_config(folder: str | Path) -> ModelConfig:
     """Read the folder's config.json; both dtypes are the one that the file names.
 
+    `folder` may be a name of the hub (`hub.local_folder`).
+
     Raises:
       FileNotFoundError: the folder, or its config.json, is not there.
       ValueError: config.json is damaged, or describes a model that is not implemented.
     """
-    path = Path(folder) / "config.json"
-    if not Path(folder).exists():
+    place = hub.local_folder(folder)
+    path = place / "config.json"
+    if not place.exists():
         raise FileNotFoundError(f"model folder {folder} does not exist")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a model folder: it has no config.json")
@@ -137,7 +143,7 @@ def _refuse_what_is_not_implemented(fields: Fields, family: Family) -> None:
                 raise ValueError(
                     f"{name}={value!r} is not supported: only {fixed[name]!r} is implemented"
                 )
-        elif name in reads or name in _READ or name in _HARMLESS or name.startswith("_"):
+        elif name in reads or name in _READ or name in _HARMLESS:
             continue
         else:
             raise ValueError(f"the field {name!r} (= {value!r}) is not supported")

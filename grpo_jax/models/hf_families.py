@@ -158,8 +158,22 @@ def _gemma3_fields(config: ModelConfig) -> Fields:
     return {**_gemma_fields(config), "rope_local_base_freq": config.local_rope_theta}
 
 
+def _gemma2_usual(fields: Fields) -> Fields:
+    """Read `sliding_window` once where it is written twice."""
+    fields = dict(fields)
+    again, window = fields.pop("sliding_window_size", None), fields.get("sliding_window")
+    if again is not None and again != window:
+        raise ValueError(
+            f"sliding_window_size={again} beside sliding_window={window} is not supported"
+        )
+    return fields
+
+
 def _gemma3_usual(fields: Fields) -> Fields:
-    """Bring transformers 5's RoPE of each kind of layer into the older, flat spelling."""
+    """Bring the newer spellings of the pattern, and of RoPE by kind of layer, into the older."""
+    fields = dict(fields)
+    if "_sliding_window_pattern" in fields:
+        fields.setdefault("sliding_window_pattern", fields.pop("_sliding_window_pattern"))
     rope = fields.get("rope_parameters")
     if rope is None or not {"full_attention", "sliding_attention"} & rope.keys():
         return fields
@@ -230,6 +244,7 @@ _GEMMA_FIXED = {
 }
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
@@ -245,22 +260,36 @@ FAMILIES: dict[str, Family] = {
         _mistral,
         _mistral_fields,
         reads="sliding_window",
-        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131_072,
+        },
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _qwen2, _qwen_fields, reads=_QWEN_READS),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _qwen2,
+        _qwen_fields,
+        reads=_QWEN_READS,
+        defaults={"num_key_value_heads": 32},
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _qwen3,
         _qwen_fields,
         reads=_QWEN_READS,
-        defaults={"head_dim": 128},
+        defaults={"head_dim": 128, "num_key_value_heads": 32},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         _smollm3,
         _smollm3_fields,
         reads="no_rope_layers no_rope_layer_interval layer_types use_sliding_window sliding_window",
-        defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+        },
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -274,6 +303,7 @@ FAMILIES: dict[str, Family] = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        usual=_gemma2_usual,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

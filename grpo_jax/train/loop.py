@@ -75,7 +75,6 @@ class Parts(NamedTuple):
     score_current: Callable[[Params, Batch], TokenScores]  # compiled only when a step is dumped
     reference: Params | None
     whole: Callable[[Params], Params]  # what is trained -> what the sampler reads
-    merged: Callable[[Params], Params]  # what is trained -> the weights of an ordinary model
     teacher: Params | None
     critic: critics.Critic | None  # None without values
     place: Callable[[Batch], Batch]  # host arrays onto the mesh

@@ -39,9 +39,10 @@ def arrays(dtype=jnp.float32):
 def written_out(config, ids, window, query, key, value):
     """Softmax over the visible keys, head by head, in numpy-like steps."""
     scale = (config.query_width or WIDTH) ** -0.5
-    places = jnp.arange(LENGTH)
+    length = query.shape[1]
+    places = jnp.arange(length)
     age = places[:, None] - places[None]
-    near = (age >= 0) & (age < (window or LENGTH))
+    near = (age >= 0) & (age < (window or length))
     seen = (ids[:, :, None] == ids[:, None]) & near[None]
     parts = []
     for head in range(HEADS):
@@ -62,6 +63,11 @@ def test_values_and_gradients_are_those_written_out(name, switches):
     changes, window = SWITCHES[switches]
     config = config_of(name, **changes)
     ids, *qkv = arrays()
+    assert_same(config, window, ids, *qkv)
+
+
+def assert_same(config, window, ids, *qkv):
+    """Values and gradients of real tokens, to 2e-5 of the largest entry."""
     real = (ids > 0)[:, :, None, None]
     slopes = jnp.asarray(np.random.default_rng(1).normal(size=qkv[0].shape), jnp.float32)
 
@@ -74,17 +80,27 @@ def test_values_and_gradients_are_those_written_out(name, switches):
 
     found, wanted = total(attention.attend), total(written_out)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()))
+        largest = max(float(jnp.abs(theirs).max()), 0.1)  # of one key the gradient is 0
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * largest)
+
+
+@pytest.mark.parametrize("length", [1, 63, 65, 129])
+@pytest.mark.parametrize("name", ["auto", "dot_product", "blocked", "splash"])
+def test_a_row_need_not_be_a_multiple_of_any_block(name, length):
+    """Blocks are of 64 and 128 tokens; the window and a segment end inside one."""
+    config = config_of(name, attention_soft_cap=3.0)
+    cut = [x[:, :length] for x in arrays()]
+    assert_same(config, 20, *cut)
+    mixed = attention.attend(config, cut[0], 20, *cut[1:])
+    assert mixed.shape == (ROWS, length, HEADS, WIDTH) and np.isfinite(mixed).all()
 
 
 @pytest.mark.parametrize("name", ["dot_product", "blocked", "splash"])
-def test_padding_gives_numbers_and_lengths_need_not_be_multiples_of_a_block(name):
+def test_padding_gives_numbers(name):
     config = config_of(name)
     ids, *qkv = arrays()
-    for length in (1, 63, 65):
-        cut = [x[:, :length] for x in (ids, *qkv)]
-        mixed = attention.attend(config, cut[0], None, *cut[1:])
-        assert mixed.shape == (ROWS, length, HEADS, WIDTH) and np.isfinite(mixed).all()
+    mixed = attention.attend(config, jnp.zeros_like(ids), None, *qkv)
+    assert np.isfinite(mixed).all()
 
 
 def test_half_precision_stays_near_float32():

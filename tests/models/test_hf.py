@@ -241,6 +241,7 @@ def test_a_tied_model_may_carry_its_head_only_if_it_is_the_same(tmp_path, make):
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.*bits.* is not supported"),
         ({"final_logit_softcapping": 30.0}, "the field 'final_logit_softcapping' .* is not supp"),
+        ({"_attention_sinks": 4}, "the field '_attention_sinks' .* is not supported"),
         ({"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ["chunked_attention"]}, "layer_types with 'chunked_attention' is not"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type='longrope' is not"),
@@ -260,6 +261,53 @@ def test_what_config_json_asks_for_in_vain_is_named(folder, changes, message):
         hf.load_model(folder)
 
 
+LEFT_OUT = {  # what is needed; no number is a default's
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 24,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 64,
+}
+
+
+@pytest.mark.parametrize("kind", hf_config.FAMILIES)
+def test_what_config_json_leaves_out_is_what_transformers_takes(kind):
+    """The config of nothing but sizes, against the one that transformers fills up."""
+    transformers = pytest.importorskip("transformers")
+    architecture = hf_config.FAMILIES[kind].architecture
+    specials = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    full = transformers.AutoConfig.for_model(kind, **LEFT_OUT, **specials).to_dict()
+    names = {"architectures": [architecture], "model_type": kind}
+    found = hf_config.config_from_fields({**LEFT_OUT, **names})
+    assert found == hf_config.config_from_fields({**full, **names, **specials})
+    if kind in ("gemma2", "gemma3_text"):
+        assert {"local", "global"} == set(found.layer_kinds)
+
+
+QWEN3_MOE = {
+    **LEFT_OUT,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: only 1 is"),
+        ({"mlp_only_layers": [0, 3]}, r"mlp_only_layers=\[0, 3\] is not supported: only \[\] is"),
+        ({"shared_expert_intermediate_size": 8}, "the field 'shared_expert_intermediate_size'"),
+        ({"n_group": 4}, "the field 'n_group' .* is not supported"),
+    ],
+)
+def test_experts_with_dense_layers_among_them_are_refused_by_name(changes, message):
+    assert hf_config.config_from_fields(QWEN3_MOE).num_experts == 128
+    with pytest.raises(ValueError, match=message):
+        hf_config.config_from_fields({**QWEN3_MOE, **changes})
+
+
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -268,7 +316,7 @@ GEMMA3 = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 7,
-    "num_attention_heads": 2,
+    "num_attention_heads": 4,
 }
 
 
@@ -278,6 +326,17 @@ def test_what_gemma_3_leaves_out_is_what_transformers_takes():
     assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
     assert (config.window, config.head_dim, config.query_width) == (4096, 256, 256)
     assert config.tie_embeddings and config.logit_soft_cap is None
+
+
+def test_the_other_names_of_gemmas_window_are_read():
+    """Gemma 2's folders name it twice; newer ones of Gemma 3 give the pattern an underscore."""
+    gemma2 = {**GEMMA3, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    twice = {"sliding_window": 64, "sliding_window_size": 64}
+    assert hf_config.config_from_fields({**gemma2, **twice}).window == 64
+    with pytest.raises(ValueError, match="sliding_window_size=32 beside sliding_window=64 is not"):
+        hf_config.config_from_fields({**gemma2, **twice, "sliding_window_size": 32})
+    pattern = hf_config.config_from_fields({**GEMMA3, "_sliding_window_pattern": 2}).layer_kinds
+    assert pattern == ("local", "global") * 3 + ("local",)
 
 
 @pytest.mark.parametrize(
