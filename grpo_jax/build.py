@@ -15,7 +15,7 @@ from grpo_jax.core.policy import Params, Policy
 from grpo_jax.data import prompts as prompting
 from grpo_jax.data import tokenizer as tokenizers
 from grpo_jax.data import trajectories
-from grpo_jax.models import hf, hub, transformer
+from grpo_jax.models import hf, hub, transformer, work
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.scale import mesh as meshes
 from grpo_jax.scale import multihost, processes, rules
@@ -198,6 +198,7 @@ class Critic(NamedTuple):
     optimizer: optimizer.Optimizer
     shapes: TrainState
     places: states.Placement
+    work: work.Work
 
 
 def build_critic(config: Config, model: loading.Model) -> Critic | None:
@@ -212,7 +213,10 @@ def build_critic(config: Config, model: loading.Model) -> Critic | None:
     opt = optimizer.build_optimizer(config.critic.optimizer, updates)
     shapes = states.abstract(params, opt.transform)
     places = model.places(params, opt.transform, say=loading.quiet)
-    return Critic(transformer.policy_for(shape), params, opt, shapes, places)
+    return Critic(
+        *(transformer.policy_for(shape), params, opt, shapes, places),
+        work=work.of_trunk(shape, trunk),
+    )
 
 
 def initial_state(
@@ -312,6 +316,7 @@ def build_parts(
         layout=layout,
         rules=prepare.Rules(config.shaping, config.filters, config.advantage, filter_config.active),
         train_step=compiled.train,
+        work=work.of_training(model.loaded.config, model.loaded.params, model.adapter),
         score_previous=compiled.previous,
         score_reference=compiled.reference,
         count_experts=steps.make_count_step(
@@ -373,5 +378,6 @@ def _critic_steps(config: Config, critic: Critic, layout: Layout) -> critics.Cri
             micro_batches=layout.micro_batches,
             places=critic.places,
         ),
+        work=critic.work,
         warmup_steps=config.critic.warmup_steps,
     )

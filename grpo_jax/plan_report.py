@@ -15,14 +15,48 @@ from grpo_jax.scale import chips
 GIB = 2**30
 
 
+ORIGIN_MEANS = {
+    "asked": "of the config and the topology",
+    "compiler": "what the compiler says of its program",
+    "compiled": "counted in the compiled program",
+    "traced": "counted in the traced program",
+    "shardings": "sizes and places of arrays",
+    "sum": "the compiler's sizes and those of the shardings, added up",
+    "published": "the maker's number, not measured here",
+    "estimate": "worked out under assumptions; no chip was there",
+    "clock": "of this machine",
+}
+"""What each word of `ORIGINS` says."""
+
+ORIGINS = {
+    **dict.fromkeys(("topology", "chips", "mesh", "rows", "width"), "asked"),
+    **dict.fromkeys(("micro_rows", "micro_batches", "programs[].name"), "asked"),
+    **dict.fromkeys(("parts", "inside.gradients", "inside.cache"), "shardings"),
+    "inside.activations": "estimate",
+    **dict.fromkeys(("memory", "source"), "published"),
+    **dict.fromkeys(
+        ("programs[].arguments", "programs[].results", "programs[].temporaries"), "compiler"
+    ),
+    "programs[].problem": "compiler",
+    **dict.fromkeys(("programs[].flops_compiled", "programs[].collectives"), "compiled"),
+    **dict.fromkeys(("programs[].flops", "model_flops"), "traced"),
+    **dict.fromkeys(("programs[].fits", "programs[].needs", "peak", "fits"), "sum"),
+    **dict.fromkeys(("programs[].traffic", "programs[].seconds", "programs[].bound"), "estimate"),
+    **dict.fromkeys(("mfu", "step_seconds"), "estimate"),
+    "programs[].compile_seconds": "clock",
+}
+"""Where every figure of the JSON comes from, by its path; a path stands for all below it."""
+
+
 def to_json(plan: Plan) -> str:
-    """The whole plan as JSON; every size in bytes, every time in seconds."""
+    """The whole plan as JSON, with the origin of each figure; sizes in bytes, times in seconds."""
     fields = dataclasses.asdict(plan)
     for program, kept in zip(fields["programs"], plan.programs, strict=True):
         program["bound"] = kept.bound
         program["needs"] = None if kept.problem else plan.needs(kept)
     peak = None if math.isinf(plan.peak) else plan.peak
-    return json.dumps(fields | {"peak": peak, "fits": plan.fits}, indent=1)
+    said = {"peak": peak, "fits": plan.fits, "origins": ORIGINS}
+    return json.dumps(fields | said, indent=1)
 
 
 _INSIDE = (
@@ -63,7 +97,12 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {p.name:<12} {share / 1e12:.3g} TFLOP a chip, traced" + (
             f"; compiled: {p.flops_compiled / share:.2f} times that" if p.flops_compiled else ""
         )
-        for c in p.collectives[:6]:
+        yield (
+            f"    {p.traffic / 1e9:.3f} GB between a chip and its memory (ESTIMATE), "
+            f"{sum(c['bytes'] for c in p.collectives) / 1e9:.3f} GB sent to other chips "
+            "(compiled program):"
+        )
+        for c in p.collectives:
             yield (
                 f"    {c['kind']} over {c['axes']}: {c['times']} times, "
                 f"{c['bytes'] / 1e9:.3f} GB sent by a chip"

@@ -187,6 +187,64 @@ def test_the_json_holds_what_the_page_says(found):
     assert np.isclose(read["peak"], found.peak)
 
 
+def figures(value, path=""):
+    """Every number, truth value and name of a JSON value, by the path that leads to it."""
+    if isinstance(value, dict):
+        for name, inside in value.items():
+            yield from figures(inside, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from figures(inside, f"{path}[]")
+    elif value is not None:
+        yield path
+
+
+def test_the_json_says_of_every_figure_where_it_comes_from(found):
+    """And of the origins which are facts of the compiler, and which are estimates."""
+    timed = {"compute": 1.0, "memory": 2.0, "links": 0.5}
+    programs = [dataclasses.replace(p, seconds=timed, fits=True) for p in found.programs]
+    full = dataclasses.replace(
+        found, programs=programs, memory=1e9, mfu=0.5, step_seconds=1.0, source="a page"
+    )
+    refused = dataclasses.replace(full, programs=[dataclasses.replace(programs[0], problem="big")])
+    there, origins = set(), {}
+    for made in (full, refused):
+        read = json.loads(plan_report.to_json(made))
+        origins = read.pop("origins")
+        there |= set(figures(read))
+
+    def stands_for(known, path):
+        return path == known or path.startswith((f"{known}.", f"{known}["))
+
+    assert set(origins.values()) <= set(plan_report.ORIGIN_MEANS)
+    assert {p for p in there if sum(stands_for(known, p) for known in origins) != 1} == set()
+    assert {k for k in origins if not any(stands_for(k, p) for p in there)} == set()
+    by = {
+        o: {k for k, v in origins.items() if v == o} for o in ("compiler", "compiled", "estimate")
+    }
+    sizes = ("arguments", "results", "temporaries", "problem")
+    assert by["compiler"] == {f"programs[].{k}" for k in sizes}
+    assert by["compiled"] == {"programs[].flops_compiled", "programs[].collectives"}
+    assert by["estimate"] == {
+        "inside.activations",
+        "programs[].traffic",
+        "programs[].seconds",
+        "programs[].bound",
+        "mfu",
+        "step_seconds",
+    }
+
+
+def test_the_page_says_traffic_and_every_kind_of_collective_by_axis(found):
+    train = program(found, "train")
+    text = "\n".join(plan_report.lines(found))
+    assert f"{train.traffic / 1e9:.3f} GB between a chip and its memory (ESTIMATE)" in text
+    sent = sum(c["bytes"] for c in train.collectives)
+    assert sent > 0 and f"{sent / 1e9:.3f} GB sent to other chips (compiled program)" in text
+    for one in train.collectives:
+        assert f"{one['kind']} over {one['axes']}: {one['times']} times" in text
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

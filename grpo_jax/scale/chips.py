@@ -76,15 +76,12 @@ KINDS |= {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 
 
 def utilisation(
-    parameters: int, tokens: float, seconds: float, devices: int, kind: str | None = None
+    flops: float, seconds: float, devices: int, kind: str | None = None
 ) -> float | None:
-    """MFU: 6 · parameters · tokens / (seconds · devices · peak), a fraction; arXiv:2204.02311.
-
-    Attention over the row and recomputation are left out, so that runs compare across models.
+    """MFU: FLOPs / (seconds · devices · peak), a fraction; arXiv:2204.02311.
 
     Args:
-      parameters: of the model.
-      tokens: that went through a forward and a backward pass.
+      flops: that the work needs, over all chips; see `models.work`.
       seconds: by the clock.
       devices: how many chips shared the work.
       kind: `device_kind` of the chips; None: of this process's first.
@@ -95,7 +92,7 @@ def utilisation(
     known = KINDS.get(jax.devices()[0].device_kind if kind is None else kind)
     if known is None or seconds <= 0:
         return None
-    return 6.0 * parameters * tokens / (seconds * devices * CHIPS[known].flops)
+    return flops / (seconds * devices * CHIPS[known].flops)
 
 
 @dataclasses.dataclass(frozen=True)

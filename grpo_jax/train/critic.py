@@ -20,6 +20,7 @@ from grpo_jax.core import logprobs, value_loss
 from grpo_jax.core.batch import Batch, Counts
 from grpo_jax.core.policy import Params, Policy
 from grpo_jax.core.value_loss import ValueLossConfig
+from grpo_jax.models.work import Work
 from grpo_jax.train import micro_batches as micro_batching
 from grpo_jax.train import step as steps
 from grpo_jax.train.micro_batches import Cut, Metrics
@@ -46,6 +47,7 @@ class Critic(NamedTuple):
 
     score: ScoreStep  # (params, batch) -> values f32[B, T]
     step: TrainStep
+    work: Work  # of the step, for a token
     warmup_steps: int
 
 

@@ -148,6 +148,7 @@ def report(laid: Sequence[Laid]) -> dict[str, float]:
     packing/waste      = 1 − fill
     packing/imbalance  = largest / mean of the shards' real tokens − 1
     packing/tokens: real tokens of all updates, prompts included
+    packing/trained_tokens: those of them whose log-probability is trained
     packing/rows, packing/micro_batches: of all updates, those that hold a token
     """
     real = sum(int(part.shard_tokens.sum()) for part in laid)
@@ -159,6 +160,7 @@ def report(laid: Sequence[Laid]) -> dict[str, float]:
         "packing/waste": 1.0 - fill,
         "packing/imbalance": float(np.max(shards) / np.mean(shards) - 1) if real else 0.0,
         "packing/tokens": real,
+        "packing/trained_tokens": sum(int(part.batch.token_mask.sum()) for part in laid),
         "packing/rows": sum(part.used_rows for part in laid),
         "packing/micro_batches": sum(part.micro_batches for part in laid),
     }

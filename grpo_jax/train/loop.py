@@ -16,6 +16,7 @@ from grpo_jax.core.batch import Batch, Counts, TokenScores
 from grpo_jax.core.policy import Params
 from grpo_jax.data.prompts import Prompt, PromptStream
 from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.models.work import Work
 from grpo_jax.rewards.scoring import Scorer
 from grpo_jax.sampling.engine import RolloutEngine
 from grpo_jax.sampling.generate import SamplingConfig
@@ -68,6 +69,7 @@ class Parts(NamedTuple):
     rules: prepare.Rules
     layout: Layout
     train_step: TrainStep
+    work: Work  # of the train step, for a token
     score_previous: ScoreStep | None  # None where the current forward pass already says it
     score_reference: ScoreStep | None  # None without a KL penalty
     count_experts: ScoreStep | None  # None without routed experts
@@ -193,20 +195,31 @@ def _step(
         "seconds/step": end - begin,
         "programs/sampler": parts.engine.programs,
     }
-    metrics |= _speed(state, metrics)
+    metrics |= _speed(parts, metrics, step)
     return state, metrics | _programs(parts)
 
 
-def _speed(state: TrainState, metrics: Mapping[str, float]) -> dict[str, float]:
+def _speed(parts: Parts, metrics: Mapping[str, float], step: int) -> dict[str, float]:
     """Tokens sampled a second of the whole step; and MFU of the updates, on chips we know."""
     devices = jax.device_count()
     sampled = metrics["length/total"] / metrics["seconds/step"]
     speed = {"tokens_per_second": sampled, "tokens_per_second_per_chip": sampled / devices}
-    parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    mfu = chips.utilisation(
-        parameters, metrics.get("packing/tokens", 0.0), metrics["seconds/update"], devices
-    )
+    mfu = chips.utilisation(_flops(parts, metrics, step), metrics["seconds/update"], devices)
     return speed if mfu is None else speed | {"mfu": mfu}
+
+
+def _flops(parts: Parts, metrics: Mapping[str, float], step: int) -> float:
+    """What the updates of a step needed: of the policy, unless the critic warms up, and the critic.
+
+    Every one of several epochs is counted.
+    """
+    tokens, trained = metrics["packing/tokens"], metrics["packing/trained_tokens"]
+    critic = parts.critic
+    if critic is None:
+        return parts.work.total(tokens, trained)
+    alone = step <= critic.warmup_steps
+    policy = 0.0 if alone else parts.work.total(tokens, trained)
+    return policy + critic.work.total(tokens, trained)
 
 
 def _traced_step(

@@ -16,11 +16,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_tpu_pod.sh"
 
 
 def test_utilisation_is_work_over_peak():
-    """8e9 parameters, 2e5 tokens in 10 s on 16 chips of 197 TFLOP/s."""
-    found = chips.utilisation(8_000_000_000, 2e5, 10.0, 16, "TPU v5 lite")
-    assert found == pytest.approx(6 * 8e9 * 2e5 / (10 * 16 * 197e12))
-    assert chips.utilisation(1, 1.0, 1.0, 1, "TPU of tomorrow") is None
-    assert chips.utilisation(1, 1.0, 1.0, 1) is None  # a CPU
+    """9.6e15 FLOPs in 10 s on 16 chips of 197 TFLOP/s."""
+    found = chips.utilisation(9.6e15, 10.0, 16, "TPU v5 lite")
+    assert found == pytest.approx(9.6e15 / (10 * 16 * 197e12))
+    assert chips.utilisation(1.0, 1.0, 1, "TPU of tomorrow") is None
+    assert chips.utilisation(1.0, 1.0, 1) is None  # a CPU
 
 
 def test_every_chip_has_a_source_and_sane_numbers():
